@@ -14,7 +14,7 @@ RUN := runs/quickstart
 .DELETE_ON_ERROR:
 .PHONY: help quickstart lab book test check bench hooks clean
 
-help: ## print this help
+help:
 	@echo "make quickstart   install, prepare the corpus, train the tiny model, print three stories"
 	@echo "make lab          open the chapters in JupyterLab"
 	@echo "make book         build the book: book/_build/html/index.html"
@@ -59,8 +59,8 @@ check: $(DEVELOPER)
 	$(PY) -m mypy
 	$(PY) -m pytest -q tests/test_chapters.py
 
-bench: $(DEVELOPER)
-	$(PY) -m pytest -q -s -m bench tests/benchmarks
+bench: $(READER)
+	@for script in tests/benchmarks/*.py; do $(PY) $$script || exit 1; done
 
 hooks: $(DEVELOPER)
 	$(PY) -m pre_commit install
