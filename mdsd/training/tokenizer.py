@@ -25,9 +25,7 @@ __all__ = ['END_OF_TEXT', 'GPT2_VOCAB', 'GPT2_SHA256', 'GPT2_PATTERN', 'Tokenize
 END_OF_TEXT = "<|endoftext|>"
 GPT2_VOCAB = 50257
 GPT2_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
-GPT2_PATTERN = (
-    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-)
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
 
 class TokenizerError(MdsdError, ValueError):
@@ -191,7 +189,8 @@ def _spellings(ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     own[list(ids)] = np.arange(len(ids))
     byte = own[_byte_ids()]  # (256,) own id of each byte
     spellings = [
-        own[[id_]] if own[id_] >= 0 else byte[list(token)] for id_, token in enumerate(gpt2_tokens())
+        own[[id_]] if own[id_] >= 0 else byte[list(token)]
+        for id_, token in enumerate(gpt2_tokens())
     ]
     length = np.array([len(spelling) for spelling in spellings])
     return np.concatenate(spellings).astype(np.uint16), np.cumsum(length) - length, length
