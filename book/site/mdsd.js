@@ -1,0 +1,31 @@
+// Small repairs of the theme for readers who use a keyboard or a screen reader.
+
+// A box that scrolls must be reachable by the keyboard; one that fits must not be a stop on the way.
+function markScrolling() {
+  for (const box of document.querySelectorAll('mjx-container[display="true"]')) {
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+    else box.removeAttribute("tabindex");
+  }
+}
+
+// The visible words of these controls name them; the theme's labels said something else.
+function trustVisibleNames() {
+  for (const control of document.querySelectorAll("summary[aria-label], .search-button-field")) {
+    control.removeAttribute("aria-label");
+  }
+  for (const icon of document.querySelectorAll(".theme-switch")) {
+    icon.querySelector("title")?.remove();
+    icon.removeAttribute("role");
+    icon.setAttribute("aria-hidden", "true");
+  }
+  // Docutils gives the bibliography roles that exclude the links inside.
+  for (const entry of document.querySelectorAll(".citation-list, .citation")) {
+    entry.removeAttribute("role");
+  }
+}
+
+window.addEventListener("load", () => {
+  trustVisibleNames();
+  window.MathJax?.startup?.promise?.then(markScrolling);
+});
+window.addEventListener("resize", markScrolling);
