@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from .prepare import FORMAT, SPLITS, VERSION, PrepareConfig, prepare
+from .prepare import FORMAT, SPLITS, VERSION, PrepareConfig, prepare  # noqa: F401
 from .sources import CHUNK, DataError
 from .tokenizer import Tokenizer, TokenizerError
 
 _all_ = ["DataError", "PrepareConfig", "prepare"]  # whoever opens a data set finds these here
 
 # %% auto #0
-__all__ = ['read_meta', 'TokenData', 'shift', 'count_starts', 'batch', 'eval_batches', 'DataError', 'PrepareConfig', 'prepare']
+__all__ = ['read_meta', 'check_ids', 'TokenData', 'shift', 'count_starts', 'batch', 'eval_batches', 'DataError', 'PrepareConfig',
+           'prepare']
 
 # %% ../../chapters/02e_data.ipynb #4a42423e
 def read_meta(directory: Path) -> dict[str, Any]:
@@ -44,6 +45,16 @@ def read_meta(directory: Path) -> dict[str, Any]:
         )
     return meta
 
+# %% ../../chapters/02e_data.ipynb #9cc3af13
+def check_ids(ids: np.ndarray, vocab_size: int, path: Path) -> None:
+    """Raise DataError if an id is outside the vocabulary; looks at a piece at a time."""
+    highest = max(int(ids[at : at + CHUNK].max()) for at in range(0, len(ids), CHUNK))
+    if highest >= vocab_size:
+        raise DataError(
+            f"{path} holds the id {highest}, the vocabulary ends at {vocab_size - 1}: "
+            "prepare the data again"
+        )
+
 
 class TokenData:
     """A prepared data set: `meta`, `tokenizer`, and the ids of each split in mapped memory."""
@@ -60,30 +71,21 @@ class TokenData:
             self.tokenizer = Tokenizer.from_meta(self.meta)
             self.tokens = {name: int(self.meta["splits"][name]["tokens"]) for name in SPLITS}
         except (TokenizerError, KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{self.directory}/meta.json is damaged: {error!r}") from error
+            raise DataError(f"{self.directory / 'meta.json'} is damaged: {error!r}") from error
         for name in SPLITS:
-            self._check(name)
-
-    def _check(self, name: str) -> None:
-        """Compare a split's file with the metadata."""
-        path = self.directory / f"{name}.bin"
-        expected, size = 2 * self.tokens[name], path.stat().st_size if path.exists() else None
-        if size is None or size != expected or not size:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise DataError(f"{path} {found}, expected {expected} bytes: prepare the data again")
-        ids = self.split(name)
-        highest = max(int(ids[at : at + CHUNK].max()) for at in range(0, len(ids), CHUNK))
-        if highest >= self.tokenizer.vocab_size:
-            raise DataError(
-                f"{path} holds the id {highest}, the vocabulary ends at "
-                f"{self.tokenizer.vocab_size - 1}: prepare the data again"
-            )
+            ids = self.split(name)
+            check_ids(ids, self.tokenizer.vocab_size, self.directory / f"{name}.bin")
 
     def split(self, name: str) -> np.memmap:
         """Return the ids of "train" or "val", uint16 (tokens,), read from disk where looked at."""
         if name not in SPLITS:
             raise DataError(f"unknown split {name!r}: expected train or val")
-        return np.memmap(self.directory / f"{name}.bin", dtype="<u2", mode="r")
+        path, expected = self.directory / f"{name}.bin", 2 * self.tokens[name]
+        size = path.stat().st_size if path.is_file() else 0
+        if size != expected or not size:
+            found = f"has {size} bytes" if size else "is missing or empty"
+            raise DataError(f"{path} {found}, expected {expected} bytes: prepare the data again")
+        return np.memmap(path, dtype="<u2", mode="r")
 
 # %% ../../chapters/02e_data.ipynb #49acff75
 def shift(windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -40,14 +40,14 @@ from mdsd.training.tokenizer import (
     GPT2_VOCAB,
     Tokenizer,
     TokenizerError,
-    gpt2_ids,
     gpt2_tokenizer,
+    story_ids,
 )
 
 # %% auto #0
-__all__ = ['SPLITS', 'FILES', 'FORMAT', 'VERSION', 'PrepareConfig', 'open_source', 'assign_split', 'Encoded', 'join',
+__all__ = ['SPLITS', 'FILES', 'FORMAT', 'VERSION', 'Splits', 'PrepareConfig', 'open_source', 'assign_split', 'Encoded',
            'encode_chunk', 'write_tokens', 'recode', 'check_target', 'is_running', 'clean_up', 'swap', 'replacing',
-           'prepare', 'check_splits', 'describe', 'write_json']
+           'check_splits', 'describe', 'prepare']
 
 # %% ../../chapters/02d_prepare.ipynb #b6f938a4
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ class PrepareConfig:
     """Turn stories into the token files that training reads."""
 
     source: str = "bundled"
-    """bundled (Little World, generated here), tinystories (from the Hugging Face hub), or the path
-    of a .txt, .jsonl or .parquet file or of a folder of them."""
+    """bundled (Little World), tinystories (from the Hugging Face hub), or the path of a .txt,
+    .jsonl or .parquet file or of a folder of them."""
     out: Path
     """Folder of the new data set."""
     level: Level = "easy"
@@ -72,15 +72,13 @@ class PrepareConfig:
     text_column: str = "text"
     """Column of a .jsonl or .parquet file that holds the stories."""
     separator: str = END_OF_TEXT
-    """Line that ends each story of a .txt file; an empty one means a blank line. A file without
-    such a line is one story."""
+    """Line that ends each story of a .txt file; "" for a blank line. Without one: one story."""
     workers: int | None = None
     """Threads that encode; as many as there are processors if not given."""
     overwrite: bool = False
     """Replace the data set in the folder, once the new one is complete."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that cannot work before anything is read."""
         if self.stories < 1:
             raise DataError(f"stories is {self.stories}: expected 1 or more")
         if not 0 < self.val_fraction < 1:
@@ -104,16 +102,16 @@ def open_source(config: PrepareConfig, workers: int) -> tuple[Iterator[Chunk], i
 SPLITS = ("train", "val")
 FILES = {"train.bin", "val.bin", "meta.json"}
 FORMAT, VERSION = "mdsd-tokens", 1
+Splits = dict[str, dict[str, Any]]  # of each split: file, tokens, stories, nats, sha256
 
 
 def assign_split(story: str, seed: int, val_fraction: float) -> str:
-    """Put a story into "train" or "val" by a hash of its text: order and threads play no part,
-    and equal stories stay together."""
-    salt = seed.to_bytes(16, "little", signed=True)
-    digest = hashlib.blake2b(story.encode(), digest_size=8, salt=salt).digest()
+    """Put a story into "train" or "val" by a hash of its text, so that equal ones stay together."""
+    key, salt = story.encode("utf-8", "surrogatepass"), seed.to_bytes(16, "little", signed=True)
+    digest = hashlib.blake2b(key, digest_size=8, salt=salt).digest()
     return SPLITS[int.from_bytes(digest, "little") < val_fraction * 2**64]
 
-
+# %% ../../chapters/02d_prepare.ipynb #29ced238
 class Encoded(NamedTuple):
     """The stories of a chunk that fell into one split."""
 
@@ -122,49 +120,38 @@ class Encoded(NamedTuple):
     nats: float  # −ln p of the stories together, nan if unknown
 
 
-def join(parts: list[np.ndarray]) -> np.ndarray:
-    """Concatenate arrays of ids to one of little-endian uint16; of none, to an empty one."""
-    none = np.zeros(0, dtype="<u2")
-    return np.concatenate([none, *parts], dtype="<u2", casting="unsafe")
-
-
 def encode_chunk(chunk: Chunk, config: PrepareConfig) -> dict[str, Encoded]:
-    """Split and encode the stories of a chunk; blank ones are left out."""
-    parts: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
+    """Split the stories of a chunk and encode them; blank ones are left out."""
+    texts: dict[str, list[str]] = {split: [] for split in SPLITS}
     nats = dict.fromkeys(SPLITS, 0.0)
-    end = np.array([GPT2_VOCAB - 1], dtype=np.uint32)
-    for index, story in enumerate(chunk.stories):
-        if not (text := story.strip()):
-            continue
-        try:
-            ids = gpt2_ids(text)
-        except TokenizerError as error:
-            raise DataError(f"{chunk.origin}: the story {text[:40]!r} …: {error}") from error
-        split = chunk.split or assign_split(text, config.seed, config.val_fraction)
-        parts[split] += [ids, end]
-        nats[split] += chunk.nats[index] if chunk.nats else np.nan
-    return {split: Encoded(join(ids), len(ids) // 2, nats[split]) for split, ids in parts.items()}
+    try:
+        for index, story in enumerate(chunk.stories):
+            if text := story.strip():
+                split = chunk.split or assign_split(text, config.seed, config.val_fraction)
+                texts[split].append(text)
+                nats[split] += chunk.nats[index] if chunk.nats else math.nan
+        ids = {split: story_ids(texts[split]).astype("<u2") for split in SPLITS}
+    except TokenizerError as error:
+        raise DataError(f"{chunk.origin}: {error}") from error
+    return {split: Encoded(ids[split], len(texts[split]), nats[split]) for split in SPLITS}
 
-# %% ../../chapters/02d_prepare.ipynb #29ced238
+# %% ../../chapters/02d_prepare.ipynb #38192436
 def write_tokens(
     folder: Path, chunks: Iterable[Chunk], config: PrepareConfig, workers: int, bar: tqdm
-) -> tuple[dict[str, dict[str, Any]], np.ndarray]:
+) -> tuple[Splits, np.ndarray]:
     """Write the GPT-2 ids of all stories; return each split's totals and the counts (50257,)."""
     counts = np.zeros(GPT2_VOCAB, dtype=np.int64)
-    totals: dict[str, dict[str, Any]] = {
+    totals: Splits = {
         split: {"file": f"{split}.bin", "tokens": 0, "stories": 0, "nats": 0.0} for split in SPLITS
     }
-    with ExitStack() as stack:
-        files = {
-            split: stack.enter_context(open(folder / f"{split}.bin", "wb")) for split in SPLITS
-        }
 
-        def work(chunk: Chunk) -> tuple[int, dict[str, Encoded]]:
-            return chunk.done, encode_chunk(chunk, config)
+    def work(chunk: Chunk) -> tuple[int, dict[str, Encoded]]:
+        return chunk.done, encode_chunk(chunk, config)
 
+    with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
         for done, encoded in map_in_order(work, chunks, workers):
             for split, part in encoded.items():
-                files[split].write(part.ids.data)
+                {"train": train, "val": val}[split].write(part.ids.data)
                 counts += np.bincount(part.ids, minlength=GPT2_VOCAB)
                 totals[split]["tokens"] += len(part.ids)
                 totals[split]["stories"] += part.stories
@@ -172,7 +159,7 @@ def write_tokens(
             bar.update(done)
     return totals, counts
 
-
+# %% ../../chapters/02d_prepare.ipynb #578d80bb
 def recode(path: Path, tokenizer: Tokenizer) -> None:
     """Replace the GPT-2 ids in a file by the tokenizer's, which has to keep all of them."""
     with path.open("r+b") as file:
@@ -181,7 +168,7 @@ def recode(path: Path, tokenizer: Tokenizer) -> None:
             file.seek(-len(block), os.SEEK_CUR)
             file.write(ids.data)
 
-# %% ../../chapters/02d_prepare.ipynb #38192436
+# %% ../../chapters/02d_prepare.ipynb #33b56fd9
 def check_target(out: Path, overwrite: bool) -> None:
     """Raise DataError if a new data set in `out` would take the place of anything else."""
     if not out.exists():
@@ -194,20 +181,16 @@ def check_target(out: Path, overwrite: bool) -> None:
     if names and not overwrite:
         raise DataError(f"{out} already holds a data set: choose another out, or set overwrite")
 
-
+# %% ../../chapters/02d_prepare.ipynb #4197c325
 def is_running(pid: int) -> bool:
-    """Return whether another process of this number runs; where none can ask, say that it does."""
-    if pid == os.getpid():
-        return False
-    if os.name == "nt":  # signal 0 is Ctrl-C there
+    """Return whether another process has this number; where none can ask, say that it does."""
+    if os.name == "nt":  # signal 0 would be Ctrl-C
         return True
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
+    return pid != os.getpid()
 
 
 def clean_up(out: Path) -> None:
@@ -221,21 +204,20 @@ def clean_up(out: Path) -> None:
         else:
             shutil.rmtree(path)
 
-
+# %% ../../chapters/02d_prepare.ipynb #911f3594
 def swap(new: Path, out: Path, aside: Path) -> None:
     """Rename `new` to `out`, whose old content is moved aside first and back on failure."""
-    had_old = out.exists()
-    if had_old:
-        out.rename(aside)
     try:
+        if out.exists():
+            out.rename(aside)
         new.rename(out)
     except BaseException:
-        if had_old:
+        if aside.exists() and not out.exists():
             aside.rename(out)
         raise
     shutil.rmtree(aside, ignore_errors=True)
 
-
+# %% ../../chapters/02d_prepare.ipynb #9dfbb970
 @contextmanager
 def replacing(out: Path, overwrite: bool) -> Iterator[Path]:
     """Give an empty folder that takes the place of `out` if the block ends well.
@@ -261,7 +243,41 @@ def replacing(out: Path, overwrite: bool) -> Iterator[Path]:
     finally:
         shutil.rmtree(new, ignore_errors=True)
 
-# %% ../../chapters/02d_prepare.ipynb #578d80bb
+# %% ../../chapters/02d_prepare.ipynb #acd8353a
+def check_splits(splits: Splits, config: PrepareConfig) -> None:
+    """Raise DataError if a split has no story."""
+    stories = [split["stories"] for split in splits.values()]
+    if not any(stories):
+        raise DataError(f"{config.source} holds no story")
+    if not all(stories):
+        raise DataError(
+            f"{config.source}: {stories[0]} stories for train, {stories[1]} for val; give more "
+            f"(in a .txt a line {config.separator!r} ends each) or another val_fraction"
+        )
+
+
+def describe(
+    config: PrepareConfig, splits: Splits, tokenizer: Tokenizer, folder: Path
+) -> dict[str, Any]:
+    """Return the metadata of the files in `folder`."""
+    for split in splits.values():
+        with open(folder / split["file"], "rb") as file:
+            split["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        if math.isnan(split["nats"]):
+            split["nats"] = None
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "source": config.source,
+        "level": config.level if config.source == "bundled" else None,
+        "seed": config.seed,
+        "val_fraction": config.val_fraction if config.source != "tinystories" else None,
+        "dtype": "uint16",
+        "splits": splits,
+        **tokenizer.to_meta(),
+    }
+
+# %% ../../chapters/02d_prepare.ipynb #b02c3204
 def prepare(config: PrepareConfig) -> dict[str, Any]:
     """Write train.bin, val.bin and meta.json into `config.out` and return the metadata.
 
@@ -283,42 +299,8 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
             for split in splits.values():
                 recode(folder / split["file"], tokenizer)
         meta = describe(config, splits, tokenizer, folder)
-        write_json(folder / "meta.json", meta)
+        # a line for each entry, so that long lists stay out of the way
+        lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in meta.items()]
+        text = "{\n" + ",\n".join(lines) + "\n}\n"
+        (folder / "meta.json").write_text(text, encoding="utf-8", newline="\n")
     return meta
-
-
-def check_splits(splits: dict[str, dict[str, Any]], config: PrepareConfig) -> None:
-    """Raise DataError if a split has no story."""
-    stories = {name: split["stories"] for name, split in splits.items()}
-    if not any(stories.values()):
-        raise DataError(f"{config.source} holds no story")
-    for name, number in stories.items():
-        if not number:
-            raise DataError(
-                f"all {sum(stories.values())} stories fell into one split and {name} is empty: "
-                "give more stories, or change val_fraction or seed. In .txt files a line "
-                f"{config.separator!r} ends each story"
-            )
-
-
-def describe(
-    config: PrepareConfig, splits: dict[str, dict[str, Any]], tokenizer: Tokenizer, folder: Path
-) -> dict[str, Any]:
-    """Return the metadata of the files in `folder`."""
-    source: dict[str, Any] = {"source": config.source, "seed": config.seed}
-    source["val_fraction"] = None if config.source == "tinystories" else config.val_fraction
-    if config.source == "bundled":
-        source |= {"level": config.level}
-    for split in splits.values():
-        with open(folder / split["file"], "rb") as file:
-            split["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-        if math.isnan(split["nats"]):
-            split["nats"] = None
-    head = {"format": FORMAT, "version": VERSION, "dtype": "uint16"}
-    return head | source | {"splits": splits} | tokenizer.to_meta()
-
-
-def write_json(path: Path, meta: dict[str, Any]) -> None:
-    """Write metadata with a line for each entry, so that long lists stay out of the way."""
-    lines = [f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in meta.items()]
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

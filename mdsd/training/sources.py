@@ -79,10 +79,11 @@ def read_txt(path: Path, separator: str) -> Iterator[tuple[str, int]]:
     """
     lines: list[bytes] = []
     start = end = 0
+    stop = separator.encode()
     for offset, line in read_lines(path):
         start = offset if not lines else start
         end = offset + len(line)
-        if line.strip() == separator.encode():
+        if line.strip() == stop:
             yield decode_utf8(b"".join(lines), path, start).replace("\r\n", "\n"), end
             lines = []
         else:
@@ -119,7 +120,7 @@ def read_jsonl(path: Path, column: str) -> Iterator[tuple[str, int]]:
 
 def read_parquet(path: Path, column: str) -> Iterator[tuple[str, int]]:
     """Yield the stories of a Parquet file, each with its share of the file's bytes."""
-    import pyarrow.parquet as parquet  # takes a moment to import
+    import pyarrow.parquet as parquet  # type: ignore[import-untyped]  # slow to import
 
     row, size = 0, path.stat().st_size
     try:

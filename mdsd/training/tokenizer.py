@@ -9,7 +9,7 @@ import base64
 import functools
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tiktoken
@@ -18,8 +18,8 @@ from ..config import MdsdError
 from .corpus import resource
 
 # %% auto #0
-__all__ = ['END_OF_TEXT', 'GPT2_VOCAB', 'GPT2_SHA256', 'GPT2_PATTERN', 'TokenizerError', 'gpt2_encoding', 'gpt2_ids',
-           'gpt2_tokens', 'Tokenizer', 'gpt2_tokenizer']
+__all__ = ['END_OF_TEXT', 'GPT2_VOCAB', 'GPT2_SHA256', 'GPT2_PATTERN', 'TokenizerError', 'gpt2_encoding', 'gpt2_ids', 'story_ids',
+           'gpt2_tokens', 'Vocabulary', 'Tokenizer', 'gpt2_tokenizer']
 
 # %% ../../chapters/02b_tokens.ipynb #f49dd726
 END_OF_TEXT = "<|endoftext|>"
@@ -66,105 +66,31 @@ def gpt2_ids(text: str) -> np.ndarray:
             'replace it, for example with text.encode("utf-8", "replace").decode("utf-8")'
         ) from error
 
+# %% ../../chapters/02b_tokens.ipynb #1b86f927
+def story_ids(stories: Sequence[str]) -> np.ndarray:
+    """Encode stories to GPT-2 ids, uint32 (T,), an end of text after each.
+
+    One call for all of them is quicker than one for each, and leaves the interpreter to other
+    threads meanwhile; a story that quotes the end of text itself has to go on its own.
+
+    Raises:
+        TokenizerError: a story holds a lone surrogate.
+    """
+    end = np.array([GPT2_VOCAB - 1], dtype=np.uint32)
+    if not stories or any(END_OF_TEXT in story for story in stories):
+        return np.concatenate([end[:0], *(part for s in stories for part in (gpt2_ids(s), end))])
+    text = "".join([story + END_OF_TEXT for story in stories])
+    try:
+        return gpt2_encoding().encode_to_numpy(text, allowed_special={END_OF_TEXT})
+    except UnicodeEncodeError:
+        return np.concatenate([gpt2_ids(story) for story in stories])  # names the character
+
 # %% ../../chapters/02b_tokens.ipynb #b5f5ef76
 @functools.cache
 def gpt2_tokens() -> tuple[bytes, ...]:
     """Return the bytes of each of GPT-2's 50,257 tokens, the end of text as its name."""
     encoding = gpt2_encoding()
     return tuple(encoding.decode_single_token_bytes(id_) for id_ in range(GPT2_VOCAB))
-
-# %% ../../chapters/02b_tokens.ipynb #5d6c9a5d
-class Tokenizer:
-    """GPT-2's byte-pair encoding over all its ids or over those that a corpus uses."""
-
-    def __init__(self, kept_ids: Sequence[int] | None = None):
-        """Keep all of GPT-2's ids, or only `kept_ids`, the i-th of which becomes the own id i.
-
-        Raises:
-            TokenizerError: a kept id is unknown or repeated, or a byte or the end of text is missing.
-        """
-        ids = range(GPT2_VOCAB) if kept_ids is None else kept_ids
-        _check_kept_ids(ids)
-        self.kept_ids = None if kept_ids is None else tuple(kept_ids)
-        self.tokens = [gpt2_tokens()[id_] for id_ in ids]  # own id → bytes
-        self.vocab_size = len(self.tokens)
-        self.eot_id = list(ids).index(GPT2_VOCAB - 1)
-        if self.kept_ids is not None:
-            self._spelling, self._start, self._length = _spellings(self.kept_ids)
-
-    def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`, without an end of text.
-
-        Raises:
-            TokenizerError: the text holds a lone surrogate.
-        """
-        return self.from_gpt2(gpt2_ids(text)).tolist()
-
-    def from_gpt2(self, ids: np.ndarray) -> np.ndarray:
-        """Map GPT-2 ids (T,) to own ids, uint16 (≥ T,): a token not kept is spelled in bytes."""
-        if self.kept_ids is None:
-            return ids.astype(np.uint16)
-        length = self._length[ids]  # (T,) own ids that each token takes
-        end = np.cumsum(length)
-        within = np.arange(length.sum()) - np.repeat(end - length, length)
-        return self._spelling[np.repeat(self._start[ids], length) + within]
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes that the ids spell.
-
-        Raises:
-            TokenizerError: an id is outside the vocabulary.
-        """
-        ids = [int(id_) for id_ in ids]
-        if outside := [id_ for id_ in ids if not 0 <= id_ < self.vocab_size]:
-            raise TokenizerError(f"id {outside[0]} is outside 0 … {self.vocab_size - 1}")
-        return b"".join([self.tokens[id_] for id_ in ids])
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of the ids; bytes that are no whole character become U+FFFD."""
-        return self.decode_bytes(ids).decode("utf-8", errors="replace")
-
-    def cut(self, counts: np.ndarray) -> Tokenizer:
-        """Return a tokenizer of the ids with `counts` (V,) above 0, the most frequent first.
-
-        The 256 single bytes and the end of text stay whatever their counts, so that any text
-        still encodes. Ties keep the present order.
-        """
-        ids = np.arange(GPT2_VOCAB) if self.kept_ids is None else np.array(self.kept_ids)
-        always = np.array([len(t) == 1 for t in self.tokens])
-        always[self.eot_id] = True
-        order = np.argsort(-np.asarray(counts, dtype=np.int64), kind="stable")
-        return Tokenizer(ids[order][(counts > 0)[order] | always[order]].tolist())
-
-    def to_meta(self) -> dict[str, Any]:
-        """Describe the tokenizer for a JSON file; a cut one with the bytes of each token."""
-        meta: dict[str, Any] = {"tokenizer": "gpt2", "vocab_size": self.vocab_size}
-        meta |= {"eot_id": self.eot_id, "kept_ids": None, "kept_bytes": None}
-        if self.kept_ids is not None:
-            meta["kept_ids"] = list(self.kept_ids)
-            meta["kept_bytes"] = [base64.b64encode(t).decode("ascii") for t in self.tokens]
-        return meta
-
-    @classmethod
-    def from_meta(cls, meta: dict[str, Any]) -> Tokenizer:
-        """Rebuild the tokenizer that `to_meta` described; other entries are left alone.
-
-        Raises:
-            TokenizerError: an entry is missing, or they contradict each other.
-        """
-        if meta.get("tokenizer") != "gpt2":
-            raise TokenizerError(f'unknown tokenizer {meta.get("tokenizer")!r}: expected "gpt2"')
-        kept = meta.get("kept_ids")
-        if kept is not None and not (isinstance(kept, list) and all(type(i) is int for i in kept)):
-            raise TokenizerError("kept_ids should be null or a list of integers")
-        tokenizer = cls(kept)
-        for name, value in tokenizer.to_meta().items():
-            if meta.get(name) != value:
-                raise TokenizerError(f"the entry {name} contradicts the tokenizer's other entries")
-        return tokenizer
-
-    def __repr__(self) -> str:
-        return f"Tokenizer({self.vocab_size} of GPT-2's {GPT2_VOCAB} ids)"
 
 # %% ../../chapters/02b_tokens.ipynb #b0be070b
 @functools.cache
@@ -183,17 +109,97 @@ def _check_kept_ids(ids: Sequence[int]) -> None:
         raise TokenizerError("kept ids should hold the 256 single bytes and the end of text")
 
 
-def _spellings(ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return how each GPT-2 token is written in own ids: flat spellings, starts and lengths."""
-    own = np.full(GPT2_VOCAB, -1)
-    own[list(ids)] = np.arange(len(ids))
-    byte = own[_byte_ids()]  # (256,) own id of each byte
-    spellings = [
-        own[[id_]] if own[id_] >= 0 else byte[list(token)]
-        for id_, token in enumerate(gpt2_tokens())
-    ]
-    length = np.array([len(spelling) for spelling in spellings])
-    return np.concatenate(spellings).astype(np.uint16), np.cumsum(length) - length, length
+def _spellings(kept_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return own ids in a flat array, and where each GPT-2 token is written there and how long."""
+    own = np.arange(len(kept_ids), dtype=np.uint16)
+    own_id = np.zeros(GPT2_VOCAB, dtype=np.uint16)
+    own_id[list(kept_ids)] = own
+    text = np.frombuffer(b"".join(gpt2_tokens()), dtype=np.uint8)
+    in_bytes = own_id[_byte_ids()][text]  # every token spelled in single bytes
+    length = np.array([len(token) for token in gpt2_tokens()])
+    start = np.cumsum(length) - length
+    start[list(kept_ids)] = len(in_bytes) + own.astype(np.int64)  # a kept token is its own spelling
+    length[list(kept_ids)] = 1
+    return np.concatenate([in_bytes, own]), start, length
+
+# %% ../../chapters/02b_tokens.ipynb #9fb0be1c
+class Vocabulary:
+    """The ids in use: all of GPT-2's, or `kept_ids`, the i-th of which becomes the own id i."""
+
+    def __init__(self, kept_ids: Sequence[int] | None = None):
+        """Number the kept ids.
+
+        Raises:
+            TokenizerError: one is unknown or repeated, or one is missing that texts need.
+        """
+        ids = range(GPT2_VOCAB) if kept_ids is None else kept_ids
+        _check_kept_ids(ids)
+        self.kept_ids = None if kept_ids is None else tuple(kept_ids)
+        self.tokens = [gpt2_tokens()[id_] for id_ in ids]  # own id → bytes
+        self.vocab_size = len(self.tokens)
+        self.eot_id = list(ids).index(GPT2_VOCAB - 1)
+        if self.kept_ids is not None:
+            self._spelling, self._start, self._length = _spellings(self.kept_ids)
+
+    def from_gpt2(self, ids: np.ndarray) -> np.ndarray:
+        """Map GPT-2 ids (T,) to own ids, uint16 (≥ T,): a token not kept is spelled in bytes."""
+        if self.kept_ids is None:
+            return ids.astype(np.uint16)
+        length = self._length[ids]  # (T,) own ids that each token takes
+        end = np.cumsum(length)
+        within = np.arange(length.sum()) - np.repeat(end - length, length)
+        return self._spelling[np.repeat(self._start[ids], length) + within]
+
+    def cut(self, counts: np.ndarray) -> Self:
+        """Keep the ids with `counts` (V,) above 0, the most frequent first, ties as they were.
+
+        The 256 single bytes and the end of text always stay, so that every text still encodes.
+        """
+        ids = np.arange(GPT2_VOCAB) if self.kept_ids is None else np.array(self.kept_ids)
+        stays = np.asarray(counts) > 0
+        stays |= np.isin(ids, [*_byte_ids(), GPT2_VOCAB - 1])
+        order = np.argsort(-np.asarray(counts, dtype=np.int64), kind="stable")
+        return type(self)(ids[order][stays[order]].tolist())
+
+# %% ../../chapters/02b_tokens.ipynb #08a56ebe
+class Tokenizer(Vocabulary):
+    """GPT-2's byte-pair encoding over a vocabulary: text to ids and back."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of `text`, without an end of text; lone surrogates: TokenizerError."""
+        return self.from_gpt2(gpt2_ids(text)).tolist()
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Return the bytes that the ids spell; an id outside the vocabulary: TokenizerError."""
+        ids = [int(id_) for id_ in ids]
+        if outside := [id_ for id_ in ids if not 0 <= id_ < self.vocab_size]:
+            raise TokenizerError(f"id {outside[0]} is outside 0 … {self.vocab_size - 1}")
+        return b"".join([self.tokens[id_] for id_ in ids])
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the ids; bytes that are no whole character become U+FFFD."""
+        return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+    def to_meta(self) -> dict[str, Any]:
+        """Describe the tokenizer for a JSON file; a cut one with the bytes of each token."""
+        meta: dict[str, Any] = {"tokenizer": "gpt2", "vocab_size": self.vocab_size}
+        meta |= {"eot_id": self.eot_id, "kept_ids": None, "kept_bytes": None}
+        if self.kept_ids is not None:
+            meta["kept_ids"] = list(self.kept_ids)
+            meta["kept_bytes"] = [base64.b64encode(t).decode("ascii") for t in self.tokens]
+        return meta
+
+    @classmethod
+    def from_meta(cls, meta: dict[str, Any]) -> Self:
+        """Rebuild what `to_meta` described; missing or contradicting entries: TokenizerError."""
+        kept = meta.get("kept_ids")
+        if kept is not None and not (isinstance(kept, list) and all(type(i) is int for i in kept)):
+            raise TokenizerError("kept_ids should be null or a list of integers")
+        tokenizer = cls(kept)
+        for name, value in tokenizer.to_meta().items():
+            if name not in meta or meta[name] != value:
+                raise TokenizerError(f"the entry {name} is missing or contradicts the others")
+        return tokenizer
 
 # %% ../../chapters/02b_tokens.ipynb #2cd4ff26
 def gpt2_tokenizer() -> Tokenizer:
