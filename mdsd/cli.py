@@ -1,0 +1,166 @@
+"""The front door: `mdsd prepare`, `train`, `sample` and `evaluate`.
+
+The options are the fields of the configuration classes; a user's mistake ends in one line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from mdsd.config import PRESETS, MdsdError, ModelConfig, preset
+from mdsd.model.generate import Sampling, sample_stories, tell_story
+from mdsd.training.corpus import check_story
+from mdsd.training.data import TokenData
+from mdsd.training.loop import TrainConfig, load_run, train
+from mdsd.training.prepare import PrepareConfig, prepare
+
+Flat = tyro.conf.arg(name="")  # a nested class whose options carry no prefix
+Model = Annotated[ModelConfig, tyro.conf.AvoidSubcommands]
+
+
+def say(*lines: str) -> None:
+    """Tell the user something; standard output is for stories alone."""
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+
+def prepare_command(config: Annotated[PrepareConfig, Flat]) -> None:
+    """Turn stories into token files that training reads.
+
+    For example: mdsd prepare --source bundled --out datasets/little-world
+    """
+    meta = prepare(config)
+    train_split, val = meta["splits"]["train"], meta["splits"]["val"]
+    say(
+        f"{config.out}: {train_split['stories']:,} stories, {train_split['tokens']:,} tokens to "
+        f"train on, {val['tokens']:,} to validate, a vocabulary of {meta['vocab_size']:,}."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """What to tell, and how."""
+
+    run: Path
+    """Folder that `mdsd train` wrote."""
+    prompt: str = "One day,"
+    """How the story begins."""
+    max_new_tokens: int = 256
+    """Stop here if the story has not ended before."""
+    device: str = "cpu"
+    """cpu, cuda or mps."""
+
+
+def sample_command(
+    config: Annotated[SampleConfig, Flat], sampling: Annotated[Sampling, Flat]
+) -> None:
+    """Tell a story on standard output.
+
+    For example: mdsd sample --run runs/tiny --prompt "One day," --temperature 0.8 --seed 1
+    """
+    model, tokenizer = load_run(config.run, config.device)
+    for piece in tell_story(model, tokenizer, config.prompt, config.max_new_tokens, sampling):
+        print(piece, end="", flush=True)
+    print()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """How many stories to tell and check."""
+
+    run: Path
+    """Folder that `mdsd train` wrote."""
+    stories: int = 200
+    """Stories to tell."""
+    show: int = 3
+    """Stories to print, with what is wrong in them."""
+    max_new_tokens: int = 256
+    """A story that has not ended by then is cut off, and so not coherent."""
+    device: str = "cpu"
+    """cpu, cuda or mps."""
+
+
+def evaluate_command(
+    config: Annotated[EvaluateConfig, Flat], sampling: Annotated[Sampling, Flat]
+) -> None:
+    """Tell stories and count the coherent ones (for models of the bundled corpus).
+
+    For example: mdsd evaluate --run runs/tiny --stories 200 --seed 1
+    """
+    model, tokenizer = load_run(config.run, config.device)
+    stories = sample_stories(
+        model, tokenizer, config.stories, sampling, max_new_tokens=config.max_new_tokens
+    )
+    coherent = 0
+    for number, story in enumerate(stories):
+        verdicts = [check_story(story, level) for level in ("easy", "rich")]
+        good = any(verdict.coherent for verdict in verdicts)
+        coherent += good
+        if number < config.show:
+            problems = min((verdict.problems for verdict in verdicts), key=len)
+            print(story, "(coherent)" if good else f"(not coherent: {problems[0]})", "", sep="\n")
+    say(
+        f"{coherent} of {len(stories)} stories are coherent "
+        f"(temperature {sampling.temperature}, seed {sampling.seed}).",
+        f"The loss curve is {config.run / 'loss.png'}. What to do next:",
+        f'  mdsd sample --run {config.run} --prompt "One day, Tom"    tell another story',
+        "  make lab                                           read how it works, chapter by chapter",
+    )
+
+
+def train_command_for(default: ModelConfig) -> Callable[..., None]:
+    """The train command with the numbers of `default` as the model's defaults."""
+
+    def train_command(config: Annotated[TrainConfig, Flat], model: Model = default) -> None:
+        """Train a model on a prepared data set.
+
+        For example: mdsd train --data datasets/little-world --preset tiny --out runs/tiny
+        The model's numbers are the preset's where you give no other; its vocabulary is the data's.
+        """
+        if model.vocab_size == default.vocab_size:  # none was asked for
+            model = replace(model, vocab_size=TokenData(config.data).meta["vocab_size"])
+        train(config, model)
+        say(
+            f"Trained. The loss curve is {config.out / 'loss.png'}. What to do next:",
+            f'  mdsd sample --run {config.out} --prompt "One day,"',
+        )
+
+    return train_command
+
+
+def preset_in(arguments: list[str]) -> ModelConfig:
+    """The model that `--preset` names: its numbers are the defaults of the model's options."""
+    for number, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name == "--preset":
+            return preset(value or "".join(arguments[number + 1 : number + 2]))
+    return PRESETS["tiny"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; the exit status is 0, or 1 after a mistake that it has explained."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            {
+                "prepare": prepare_command,
+                "train": train_command_for(preset_in(arguments)),
+                "sample": sample_command,
+                "evaluate": evaluate_command,
+            },
+            prog="mdsd",
+            description="Build, train and question a mini DeepSeek-V3.",
+            args=arguments,
+        )
+    except MdsdError as error:
+        say(f"mdsd: {error}")
+        return 1
+    except KeyboardInterrupt:
+        say("mdsd: stopped")
+        return 130
+    return 0
