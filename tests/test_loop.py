@@ -1,0 +1,364 @@
+"""The training loop and the run folder it leaves: exact resume, signals, checkpoints, errors."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from mdsd.config import MdsdError, from_dict, preset
+from mdsd.training.checkpoint import CheckpointError, checkpoints, load_run, save_checkpoint
+from mdsd.training.data import PrepareConfig, TokenData, prepare
+from mdsd.training.loop import Interrupted, TrainingError, read_log, train
+from mdsd.training.step import StepReport, TrainConfig, backward, train_step, update
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "q_lora_rank": 16, "kv_lora_rank": 16}
+LOSSES = ("main", "mtp", "balance", "max_violation", "grad_norm", "learning_rate")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "easy"
+    prepare(PrepareConfig(out=out, stories=300, val_fraction=0.2, workers=1))
+    return out
+
+
+@pytest.fixture(scope="module")
+def model(data):
+    return preset("tiny", vocab_size=TokenData(data).meta["vocab_size"], **SIZES)
+
+
+@pytest.fixture
+def config(data, tmp_path) -> TrainConfig:
+    return TrainConfig(
+        data=data,
+        out=tmp_path / "run",
+        steps=10,
+        batch_size=2,
+        seq_len=16,
+        warmup_steps=2,
+        eval_every=4,
+        eval_batches=2,
+        save_every=3,
+        device="cpu",
+    )
+
+
+def noisy_step(state, config, x, y):
+    """A step that draws from every random generator, as dropout would."""
+    report = train_step(state, config, x, y)
+    noise = random.random() + np.random.rand() + torch.rand(()).item()  # noqa: NPY002
+    with torch.no_grad():
+        state.model.lm_head.weight += 1e-3 * noise
+    return report
+
+
+def stop_after(step: int):
+    """A step function that presses Ctrl-C during the step of that number."""
+
+    def stepping(state, config, x, y):
+        if state.step + 1 == step:
+            signal.raise_signal(signal.SIGINT)
+        return noisy_step(state, config, x, y)
+
+    return stepping
+
+
+def log_losses(run: Path) -> list[dict]:
+    """The log without what depends on the clock."""
+    log = read_log(run / "log.jsonl")
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in log]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoints(run)[-1].path / "model.safetensors")
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    assert log_losses(first) == log_losses(second)
+    a, b = weights(first), weights(second)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    one, other = (
+        torch.load(checkpoints(run)[-1].path / "training.pt", weights_only=True)
+        for run in (first, second)
+    )
+    for index, moments in one["optimizer"]["state"].items():
+        for name, value in moments.items():
+            assert torch.equal(value, other["optimizer"]["state"][index][name]), (index, name)
+
+
+def test_a_run_leaves_what_it_promises(config, model, capsys):
+    state = train(config, model)
+    assert state.step == 10
+    names = {path.name for path in config.out.iterdir()}
+    assert names == {"config.json", "tokenizer_meta.json", "log.jsonl", "loss.png", "checkpoints"}
+    assert (config.out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    values = json.loads((config.out / "config.json").read_text(encoding="utf-8"))
+    assert from_dict(values) == model
+    assert values["training"]["learning_rate"] == config.learning_rate
+    log = read_log(config.out / "log.jsonl")
+    assert [line["step"] for line in log if line["split"] == "train"] == list(range(1, 11))
+    assert [line["step"] for line in log if line["split"] == "val"] == [4, 8, 10]
+    assert all(len(line["mtp"]) == 1 for line in log)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "loss" in captured.err
+    assert "tokens/s" in captured.err
+
+
+@pytest.mark.parametrize("stop", [3, 5, 9])  # at a save, between two, beside an evaluation
+def test_stopped_and_resumed_equals_uninterrupted(config, model, stop):
+    whole = replace(config, out=config.out.with_name("whole"))
+    train(whole, model, step=noisy_step)
+    with pytest.raises(Interrupted, match=f"step {stop} of 10"):
+        train(config, model, step=stop_after(stop))
+    assert checkpoints(config.out)[-1].step == stop
+    train(replace(config, resume=True), model, step=noisy_step)
+    assert_same_run(whole.out, config.out)
+
+
+def test_float16_resumes_with_its_loss_scale(config, model):
+    config = replace(config, dtype="float16", steps=4)
+    whole = replace(config, out=config.out.with_name("whole"))
+    train(whole, model, step=noisy_step)
+    with pytest.raises(Interrupted):
+        train(config, model, step=stop_after(2))
+    train(replace(config, resume=True), model, step=noisy_step)
+    assert_same_run(whole.out, config.out)
+
+
+SLOW_RUN = """
+import sys, time
+from mdsd.config import from_dict
+from mdsd.training.loop import train
+from mdsd.training.step import TrainConfig, train_step
+from pathlib import Path
+import json
+settings = json.loads(sys.argv[1])
+paths = {name: Path(settings.pop(name)) for name in ("data", "out")}
+def slow(*arguments):
+    time.sleep(0.05)
+    return train_step(*arguments)
+train(TrainConfig(**settings, **paths), from_dict(json.loads(sys.argv[2])), step=slow)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX")
+def test_a_killed_run_resumes_as_if_nothing_had_happened(config, model):
+    config = replace(config, steps=30)
+    whole = replace(config, out=config.out.with_name("whole"))
+    train(whole, model)
+    arguments = [
+        json.dumps(vars(c), default=lambda v: str(v) if isinstance(v, Path) else vars(v))
+        for c in (config, model)
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_RUN, *arguments], stderr=subprocess.DEVNULL
+    )
+    log, deadline = config.out / "log.jsonl", time.monotonic() + 60
+    while len(read_log(log)) < 8 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the run ended before it was killed"
+    with log.open("a", encoding="utf-8") as file:
+        file.write('{"split": "train", "st')  # a line that the kill cut short
+    (config.out / "checkpoints" / "step-00000099.partial").mkdir()
+    assert 0 < checkpoints(config.out)[-1].step < 30
+    train(replace(config, resume=True), model)
+    assert_same_run(whole.out, config.out)
+    assert not list(config.out.rglob("*.partial"))
+
+
+def test_a_second_signal_leaves_at_once(config, model):
+    def impatient(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        return train_step(*arguments)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, model, step=impatient)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_the_last_and_the_best_checkpoint_stay(config, model):
+    train(replace(config, steps=12, save_every=1, keep=2), model)
+    found = checkpoints(config.out)
+    assert [c.step for c in found][-2:] == [11, 12]
+    vals = {
+        line["step"]: line["main"]
+        for line in read_log(config.out / "log.jsonl")
+        if line["split"] == "val"
+    }
+    best = min(vals, key=vals.get)
+    assert {c.step for c in found} == {11, 12, best}
+    # A worse model later does not displace the best one.
+    config = replace(config, out=config.out.with_name("worse"), steps=12, keep=1)
+
+    def ever_worse(state, config, x, y):
+        report = train_step(state, config, x, y)
+        if state.step >= 4:
+            with torch.no_grad():
+                state.model.lm_head.weight.mul_(2)
+        return report
+
+    train(config, model, step=ever_worse)
+    assert [c.step for c in checkpoints(config.out)] == [4, 12]
+    loaded, _ = load_run(config.out)
+    best = load_file(checkpoints(config.out)[0].path / "model.safetensors")
+    assert torch.equal(loaded.lm_head.weight, best["lm_head.weight"])
+
+
+def test_load_run_needs_no_data_set(config, model):
+    state = train(config, model)
+    tokenizer = TokenData(config.data).tokenizer
+    loaded, loaded_tokenizer = load_run(config.out)
+    assert not loaded.training
+    assert loaded_tokenizer.encode("Tom has a ball.") == tokenizer.encode("Tom has a ball.")
+    assert loaded.config == state.model.config
+
+
+def test_another_step_function_takes_the_middle(config, model):
+    """Half a batch at a time: the loop does not know how a step is computed."""
+
+    def halves(state, config, x, y):
+        parts = [backward(state, config, a, b) for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
+        for parameter in state.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= 2
+        load = parts[0].expert_load + parts[1].expert_load
+        return StepReport(parts[0]._replace(expert_load=load), update(state, config, load))
+
+    whole = replace(config, out=config.out.with_name("whole"), balance_weight=0.0)
+    train(replace(config, balance_weight=0.0), model, step=halves)
+    train(whole, model)
+    for name, value in weights(whole.out).items():
+        torch.testing.assert_close(weights(config.out)[name], value, atol=1e-3, rtol=1e-3)
+
+
+def test_a_loss_that_is_no_number_stops_and_saves_nothing_more(config, model):
+    def broken(state, config, x, y):
+        report = train_step(state, config, x, y)
+        if state.step + 1 == 5:
+            report = report._replace(losses=report.losses._replace(main=torch.tensor(torch.nan)))
+        return report
+
+    with pytest.raises(TrainingError, match="step 5 gave loss nan"):
+        train(config, model, step=broken)
+    assert checkpoints(config.out)[-1].step == 4
+
+
+def test_a_gradient_that_is_no_number_stops(config, model):
+    def broken(state, config, x, y):
+        return train_step(state, config, x, y)._replace(grad_norm=torch.tensor(torch.inf))
+
+    with pytest.raises(TrainingError, match="step 1 gave"):
+        train(config, model, step=broken)
+
+
+def test_a_folder_with_a_run_is_refused_and_left_alone(config, model):
+    train(config, model)
+    before = {p: p.read_bytes() for p in config.out.rglob("*") if p.is_file()}
+    with pytest.raises(CheckpointError, match="already holds a run"):
+        train(config, model)
+    assert before == {p: p.read_bytes() for p in config.out.rglob("*") if p.is_file()}
+
+
+def test_what_cannot_be_resumed(config, model, data, tmp_path):
+    with pytest.raises(CheckpointError, match="no run to resume"):
+        train(replace(config, resume=True), model)
+    assert not config.out.exists()
+    train(config, model)
+    other = replace(model, moe_intermediate_size=48)
+    with pytest.raises(CheckpointError, match="moe_intermediate_size=96"):
+        train(replace(config, resume=True), other)
+    prepare(PrepareConfig(out=tmp_path / "full", stories=300, vocabulary="full", workers=1))
+    large = replace(model, vocab_size=50_257)
+    second = replace(config, out=tmp_path / "second", steps=1)
+    train(second, large)
+    with pytest.raises(CheckpointError, match="another vocabulary"):
+        train(replace(second, data=tmp_path / "full", resume=True), large)
+
+
+def test_a_finished_run_resumes_to_nothing_or_goes_on(config, model):
+    train(config, model)
+    resumed = replace(config, resume=True)
+    before = log_losses(config.out)
+    assert train(resumed, model).step == 10
+    assert log_losses(config.out) == before
+    assert train(replace(resumed, steps=12), model).step == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 100_000}, "max_position_embeddings"),
+        ({"device": "cuda:7"}, "cuda:7"),
+        ({"preset": "huge"}, "huge"),
+    ],
+)
+def test_misfits_are_named_before_anything_is_written(config, changes, message):
+    with pytest.raises(MdsdError, match=message):
+        train(replace(config, **changes))
+    assert not config.out.exists()
+
+
+def test_too_little_data_and_too_small_a_vocabulary(config, model):
+    with pytest.raises(TrainingError, match="vocab_size"):
+        train(config, replace(model, vocab_size=100))
+    long = replace(model, max_position_embeddings=10**6)
+    with pytest.raises(TrainingError, match="split holds"):
+        train(replace(config, seq_len=500_000), long)
+    assert not config.out.exists()
+
+
+def test_an_out_that_is_a_file(config, model):
+    config.out.write_text("mine", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="cannot write"):
+        train(config, model)
+    assert config.out.read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.pt", "state.json"])
+def test_a_damaged_checkpoint_is_named(config, model, name):
+    train(config, model)
+    last = checkpoints(config.out)[-1].path
+    (last / name).write_bytes((last / name).read_bytes()[:20])
+    with pytest.raises(CheckpointError, match=last.name):
+        train(replace(config, resume=True, steps=20), model)
+
+
+def test_nothing_is_unpickled(config, model):
+    class Evil:
+        def __reduce__(self):
+            return (os.mkdir, (str(config.out / "owned"),))
+
+    train(config, model)
+    torch.save(Evil(), checkpoints(config.out)[-1].path / "training.pt")
+    with pytest.raises(CheckpointError, match=r"training\.pt"):
+        train(replace(config, resume=True, steps=20), model)
+    assert not (config.out / "owned").exists()
+
+
+def test_no_run_no_checkpoint_other_weights(config, model, tmp_path):
+    with pytest.raises(CheckpointError, match="no run folder"):
+        load_run(tmp_path)
+    state = train(config, model)
+    path = save_checkpoint(state, tmp_path / "alone", None)
+    assert [c.validation_loss for c in checkpoints(tmp_path / "alone")] == [None]
+    with pytest.raises(CheckpointError, match="cannot write"):
+        save_checkpoint(state, tmp_path / "alone", None)  # never over an older one
+    assert path.is_dir()
+    for checkpoint in checkpoints(config.out):
+        save_file({"wrong": torch.zeros(1)}, checkpoint.path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="cannot read the weights"):
+        load_run(config.out)
