@@ -38,8 +38,9 @@ $(DEVELOPER): requirements-dev.txt $(READER)
 $(DATA)/meta.json: | $(READER)
 	$(PY) -m mdsd prepare --source bundled --level easy --out $(DATA)
 
+# The loss curve is written last; a run without one was interrupted and goes on from its last checkpoint.
 $(RUN)/loss.png: | $(DATA)/meta.json
-	$(PY) -m mdsd train --data $(DATA) --preset tiny --out $(RUN)
+	$(PY) -m mdsd train --data $(DATA) --preset tiny --out $(RUN) $(if $(wildcard $(RUN)),--resume)
 
 quickstart: $(READER) $(RUN)/loss.png
 	$(PY) -m mdsd evaluate --run $(RUN) --stories 3
