@@ -13,19 +13,15 @@ function trustVisibleNames() {
   for (const control of document.querySelectorAll("summary[aria-label], .search-button-field")) {
     control.removeAttribute("aria-label");
   }
-  for (const icon of document.querySelectorAll(".theme-switch")) {
-    icon.querySelector("title")?.remove();
-    icon.removeAttribute("role");
-    icon.setAttribute("aria-hidden", "true");
-  }
+  // Before Font Awesome sees the icons: it would turn the title into a second name.
+  for (const icon of document.querySelectorAll(".theme-switch")) icon.removeAttribute("title");
   // Docutils gives the bibliography roles that exclude the links inside.
   for (const entry of document.querySelectorAll(".citation-list, .citation")) {
     entry.removeAttribute("role");
   }
 }
 
-window.addEventListener("load", () => {
-  trustVisibleNames();
-  window.MathJax?.startup?.promise?.then(markScrolling);
-});
+// The first change of state comes when the page is parsed and no deferred script has run yet.
+document.addEventListener("readystatechange", trustVisibleNames, { once: true });
+window.addEventListener("load", () => window.MathJax?.startup?.promise?.then(markScrolling));
 window.addEventListener("resize", markScrolling);

@@ -1,4 +1,4 @@
-"""Sphinx extension of the book: stage the chapters, hide nbdev directives, mend links, bring MathJax.
+"""Sphinx extension of the book: stages chapters, hides directives, mends links, brings MathJax.
 
 The chapters live beside the book, in `chapters/`, and Sphinx reads only what lies below its source
 folder. So `setup` copies the chapters that `_toc.yml` lists into `book/chapters` (ignored by git);
@@ -60,7 +60,7 @@ def mend_link(match: re.Match[str], docname: str) -> str:
     """Turn a link that is right in the repository into one that is right in the staged copy."""
     opening, target = match.groups()
     if not docname.startswith("chapters/"):  # a page of the book that points to a chapter
-        return opening + target.removeprefix("../") if target.startswith("../chapters/") else match[0]
+        return opening + target.removeprefix("../" if target.startswith("../chapters/") else "")
     if target.startswith("../book/"):
         return opening + "../" + target.removeprefix("../book/")
     return f"{opening}path:../{target}"  # a file of the repository: offered for download
@@ -94,7 +94,7 @@ def on_source_read(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def copy_mathjax(app: Sphinx) -> None:
-    """Put MathJax's single-file build, which brings its fonts along, into the site's static files."""
+    """Put MathJax's single-file build, fonts included, into the site's static files."""
     if app.builder.format != "html":
         return
     # The wheel's module name has a hyphen, so that no import statement can name it.
