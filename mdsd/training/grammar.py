@@ -16,7 +16,7 @@ from typing import NamedTuple
 # %% auto #0
 __all__ = ['GENDER', 'Node', 'TEMPLATE_TOKEN', 'Word', 'make_word', 'read_words', 'Say', 'Fill', 'Choose', 'split_template',
            'link', 'compile_template', 'Plot', 'join_lines', 'make_plot', 'free_words', 'tell', 'Place', 'by_initial',
-           'bindings', 'follow', 'shared_prefix', 'read']
+           'as_set', 'bindings', 'follow', 'shared_prefix', 'read']
 
 # %% ../../chapters/02a_grammar.ipynb #c0501f9a
 GENDER = {  # forms that follow from a character's pronoun
@@ -198,6 +198,12 @@ def by_initial(words: tuple[Word, ...], form: str) -> dict[str, list[Word]]:
     return index
 
 
+@cache
+def as_set(words: tuple[Word, ...]) -> frozenset[Word]:
+    """Return the words as a set, made once."""
+    return frozenset(words)
+
+
 def bindings(plot: Plot, node: Fill, words: dict[str, Word], initial: str) -> list[Word]:
     """List the words that a slot can hold here: its word, or any that begins like the text."""
     if node.slot in words:
@@ -222,9 +228,11 @@ def follow(plot: Plot, text: str, place: Place) -> list[Place]:
     for word in bindings(plot, node, words, text[position : position + 1]):
         form = word.forms[node.form]
         if text.startswith(form, position):
-            free = 1 if node.slot in words else len(free_words(plot, node.slot, words))
-            told = words | {node.slot: word}
-            places.append(Place(position + len(form), node.then, told, nats + math.log(free)))
+            if node.slot not in place.words:
+                domain = as_set(plot.slots[node.slot])
+                free = len(domain) - sum(other in domain for other in place.words.values())
+                nats, words = place.nats + math.log(free), place.words | {node.slot: word}
+            places.append(Place(position + len(form), node.then, words, nats))
     return places
 
 # %% ../../chapters/02a_grammar.ipynb #266e922e
