@@ -48,6 +48,11 @@ class Cell:
         return bool(re.search(r"^#\| *exporti?\b", self.source, re.M))
 
 
+def none(problems: list[str]) -> None:
+    """Fail with the complaints alone, not with the notebooks that they are about."""
+    assert not problems, "\n" + "\n".join(problems)
+
+
 def load(path: Path) -> list[Cell]:
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     return [
@@ -170,7 +175,7 @@ def test_a_chapter_imports_only_earlier_chapters(path: Path):
     imports = set().union(
         *(imported(parse(s), module, package_names(), set(order)) for s in sources)
     )
-    assert not late_imports(order, module, imports)
+    none(late_imports(order, module, imports))
 
 
 @each_module
@@ -180,7 +185,13 @@ def test_a_module_imports_only_earlier_modules(path: Path):
     if module not in order:
         pytest.fail(f"no chapter exports {module}")
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert not late_imports(order, module, imported(tree, module, package_names(), set(order)))
+    none(late_imports(order, module, imported(tree, module, package_names(), set(order))))
+
+
+def test_the_book_lists_every_chapter_in_reading_order():
+    contents = (ROOT / "book" / "_toc.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"file: +chapters/(\S+)", contents)
+    assert listed == [path.stem for path in CHAPTERS]
 
 
 # Rule: no star imports, and no name defined in two modules.
@@ -195,7 +206,7 @@ def star_imports(tree: ast.AST) -> list[str]:
 
 
 def defined_names(tree: ast.Module) -> set[str]:
-    """Return the names that a module defines at its top level, `__all__` and its like excepted."""
+    """Return the names that a module defines at its top level; `__all__` and its like are none."""
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -203,7 +214,7 @@ def defined_names(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             names.update(n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name))
-    return {name for name in names if not name.startswith("__")}
+    return {name for name in names if not re.fullmatch(r"__\w+__|_all_", name)}
 
 
 def defined_twice(modules: dict[str, ast.Module]) -> list[str]:
@@ -233,7 +244,7 @@ def test_no_star_imports_in_the_package():
 
 def test_no_name_is_defined_in_two_modules():
     trees = {p.stem: ast.parse(p.read_text(encoding="utf-8")) for p in MODULES}
-    assert not defined_twice(trees)
+    none(defined_twice(trees))
 
 
 # Rule: everything public is documented.
@@ -267,13 +278,14 @@ def test_missing_docstrings_are_found():
 def test_everything_public_has_a_docstring(path: Path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     assert ast.get_docstring(tree), "the chapter's title cell needs a line `> what the module is`"
-    assert not undocumented(tree)
+    none(undocumented(tree))
 
 
 # Rule: a chapter is saved after one run from the top, small, and complete.
 
 LONGEST_CELL = 40  # lines
-LARGEST_OUTPUT = 60_000  # bytes a notebook
+LARGEST_TEXT = 60_000  # bytes of outputs a notebook without its figures
+LARGEST_FIGURES = 250_000  # bytes of figures a notebook
 WORDS = range(700, 3201)
 
 
@@ -292,12 +304,20 @@ def not_run_from_the_top(cells: list[Cell]) -> list[str]:
 
 
 def too_large(cells: list[Cell]) -> list[str]:
-    size = len(json.dumps([c.outputs for c in cells]).encode())
-    problems = [f"{size} bytes of outputs"] if size > LARGEST_OUTPUT else []
+    outputs = [o for c in cells for o in c.outputs]
+    pictures = [v for o in outputs for m, v in o.get("data", {}).items() if m.startswith("image/")]
+    figures = len(json.dumps(pictures))
+    text = len(json.dumps(outputs)) - figures
+    problems = []
+    if text > LARGEST_TEXT:
+        problems.append(f"{text:,} bytes of outputs besides the figures")
+    if figures > LARGEST_FIGURES:
+        problems.append(f"{figures:,} bytes of figures")
     for cell in cells:
         lines = len(cell.source.splitlines())
         if cell.kind == "code" and lines > LONGEST_CELL:
-            problems.append(f"cell {cell.count} has {lines} lines")
+            first = next(s for s in cell.source.splitlines() if s and not s.startswith("#|"))
+            problems.append(f"a code cell of {lines} lines: {first}")
     return problems
 
 
@@ -356,6 +376,7 @@ def test_unhealthy_notebooks_are_found():
     )
     assert too_large([code("x\n" * 41)])
     assert too_large([code("x", outputs=[{"text": "x" * 60_001}])])
+    assert too_large([code("x", outputs=[{"data": {"image/png": "x" * 250_001}}])])
     assert not too_large([code("x\n" * 40)])
     assert checks(ast.parse("assert x\ntorch.testing.assert_close(a, b)")) == 2
 
@@ -388,12 +409,12 @@ def test_figures_without_alt_text_are_found():
 
 @each_chapter
 def test_a_chapter_is_saved_after_one_run(path: Path):
-    assert not not_run_from_the_top(load(path))
+    none(not_run_from_the_top(load(path)))
 
 
 @each_chapter
 def test_a_chapter_is_small(path: Path):
-    assert not too_large(load(path))
+    none(too_large(load(path)))
 
 
 @each_chapter
@@ -401,12 +422,12 @@ def test_a_chapter_is_complete(path: Path):
     problems = incomplete(load(path))
     if path.stem.startswith("00"):  # a welcome has nothing to prove yet
         problems = [p for p in problems if "assert" not in p and "exercises" not in p]
-    assert not problems
+    none(problems)
 
 
 @each_chapter
 def test_figures_have_alt_text(path: Path):
-    assert not without_alt_text(load(path))
+    none(without_alt_text(load(path)))
 
 
 # Rule: nothing in the repository knows the machine it was made on.
@@ -482,4 +503,4 @@ def test_the_package_is_what_the_notebooks_export(tmp_path: Path):
         (tmp_path / module.relative_to(ROOT)).unlink()
     export = "from nbdev.doclinks import nbdev_export; nbdev_export()"
     subprocess.run([sys.executable, "-c", export], cwd=tmp_path, check=True)
-    assert not differing(ROOT / "mdsd", tmp_path / "mdsd")
+    none(differing(ROOT / "mdsd", tmp_path / "mdsd"))

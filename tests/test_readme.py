@@ -47,6 +47,11 @@ def test_linked_and_listed_files_exist():
     assert not [name for name in links + listed if not (ROOT / name).exists()]
 
 
+def test_every_chapter_is_listed_in_order():
+    listed = re.findall(r"\]\(chapters/(\S+)\.ipynb\)", README)
+    assert listed == sorted(path.stem for path in (ROOT / "chapters").glob("*.ipynb"))
+
+
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     named = set(re.findall(r"\bmake ([a-z]+)(?=`| +#)", README))
