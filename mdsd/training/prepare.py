@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -34,6 +35,7 @@ from mdsd.training.sources import (
     hub_chunks,
     local_chunks,
     map_in_order,
+    watch,
 )
 from mdsd.training.tokenizer import (
     END_OF_TEXT,
@@ -117,7 +119,7 @@ class Encoded(NamedTuple):
 
     ids: np.ndarray  # uint16 (T,), GPT-2's, an end of text after each story
     stories: int
-    nats: float  # −ln p of the stories together, nan if unknown
+    nats: float  # −ln p of the stories, nan if unknown
 
 
 def encode_chunk(chunk: Chunk, config: PrepareConfig) -> dict[str, Encoded]:
@@ -136,27 +138,20 @@ def encode_chunk(chunk: Chunk, config: PrepareConfig) -> dict[str, Encoded]:
     return {split: Encoded(ids[split], len(texts[split]), nats[split]) for split in SPLITS}
 
 # %% ../../chapters/02d_prepare.ipynb #38192436
-def write_tokens(
-    folder: Path, chunks: Iterable[Chunk], config: PrepareConfig, workers: int, bar: tqdm
-) -> tuple[Splits, np.ndarray]:
-    """Write the GPT-2 ids of all stories; return each split's totals and the counts (50257,)."""
+def write_tokens(folder: Path, chunks: Iterable[dict[str, Encoded]]) -> tuple[Splits, np.ndarray]:
+    """Write the GPT-2 ids of all chunks; return each split's totals and the counts (50257,)."""
     counts = np.zeros(GPT2_VOCAB, dtype=np.int64)
     totals: Splits = {
         split: {"file": f"{split}.bin", "tokens": 0, "stories": 0, "nats": 0.0} for split in SPLITS
     }
-
-    def work(chunk: Chunk) -> tuple[int, dict[str, Encoded]]:
-        return chunk.done, encode_chunk(chunk, config)
-
     with open(folder / "train.bin", "wb") as train, open(folder / "val.bin", "wb") as val:
-        for done, encoded in map_in_order(work, chunks, workers):
-            for split, part in encoded.items():
+        for chunk in chunks:
+            for split, part in chunk.items():
                 {"train": train, "val": val}[split].write(part.ids.data)
                 counts += np.bincount(part.ids, minlength=GPT2_VOCAB)
                 totals[split]["tokens"] += len(part.ids)
                 totals[split]["stories"] += part.stories
                 totals[split]["nats"] += part.nats
-            bar.update(done)
     return totals, counts
 
 # %% ../../chapters/02d_prepare.ipynb #578d80bb
@@ -171,11 +166,9 @@ def recode(path: Path, tokenizer: Tokenizer) -> None:
 # %% ../../chapters/02d_prepare.ipynb #33b56fd9
 def check_target(out: Path, overwrite: bool) -> None:
     """Raise DataError if a new data set in `out` would take the place of anything else."""
-    if not out.exists():
-        return
-    if not out.is_dir():
+    if out.exists() and not out.is_dir():
         raise DataError(f"{out} is a file: choose another folder for the data set (out)")
-    names = {path.name for path in out.iterdir()}
+    names = {path.name for path in out.iterdir()} if out.exists() else set()
     if others := sorted(names - FILES):
         raise DataError(f"{out} holds other files ({others[0]}): choose another folder (out)")
     if names and not overwrite:
@@ -263,8 +256,7 @@ def describe(
     for split in splits.values():
         with open(folder / split["file"], "rb") as file:
             split["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-        if math.isnan(split["nats"]):
-            split["nats"] = None
+        split["nats"] = None if math.isnan(split["nats"]) else split["nats"]
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -291,7 +283,8 @@ def prepare(config: PrepareConfig) -> dict[str, Any]:
     with replacing(config.out, config.overwrite) as folder:
         chunks, total, unit = open_source(config, workers)
         with tqdm(total=total, unit=unit, unit_scale=True, desc="prepare", disable=None) as bar:
-            splits, counts = write_tokens(folder, chunks, config, workers, bar)
+            encode = partial(encode_chunk, config=config)
+            splits, counts = write_tokens(folder, map_in_order(encode, watch(chunks, bar), workers))
         check_splits(splits, config)
         tokenizer = gpt2_tokenizer()
         if config.vocabulary == "cut":

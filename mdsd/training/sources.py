@@ -17,13 +17,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tqdm import tqdm
+
 from ..config import MdsdError
 from .corpus import Level, generate_stories
 
 # %% auto #0
 __all__ = ['CHUNK', 'LONGEST', 'SUFFIXES', 'HUB_NAME', 'HUB_STORIES', 'OFFLINE', 'DataError', 'Chunk', 'read_lines',
            'decode_utf8', 'read_txt', 'pick', 'read_jsonl', 'read_parquet', 'read_file', 'find_files', 'local_chunks',
-           'bundled_chunks', 'hub_obstacle', 'map_in_order', 'interleave', 'shard_chunks', 'hub_chunks']
+           'bundled_chunks', 'hub_obstacle', 'watch', 'map_in_order', 'interleave', 'shard_chunks', 'hub_chunks']
 
 # %% ../../chapters/02c_sources.ipynb #68244d7d
 class DataError(MdsdError):
@@ -229,6 +231,13 @@ def hub_obstacle(seconds: float = 20.0) -> str | None:
     return answer[0] if answer else f"{url}: no answer within {seconds:.0f} s"
 
 # %% ../../chapters/02c_sources.ipynb #b8874046
+def watch(chunks: Iterable[Chunk], bar: tqdm) -> Iterator[Chunk]:
+    """Pass chunks on, and show how much has been read."""
+    for chunk in chunks:
+        yield chunk
+        bar.update(chunk.done)
+
+
 def map_in_order(
     function: Callable[[Any], Any], items: Iterable[Any], workers: int
 ) -> Iterator[Any]:
