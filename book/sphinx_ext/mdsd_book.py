@@ -69,6 +69,9 @@ def mend_link(match: re.Match[str], docname: str) -> str:
 def read_notebook(text: str, docname: str) -> str:
     """The notebook as the book shows it: numbered title, no `#|` lines, no cell left empty."""
     notebook = json.loads(text)
+    # Notebooks that were written as text and not saved by Jupyter do not say what to highlight.
+    language = {"name": "python", "pygments_lexer": "ipython3"}
+    notebook.setdefault("metadata", {}).setdefault("language_info", language)
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "code":
