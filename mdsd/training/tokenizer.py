@@ -85,13 +85,6 @@ def story_ids(stories: Sequence[str]) -> np.ndarray:
     except UnicodeEncodeError:
         return np.concatenate([gpt2_ids(story) for story in stories])  # names the character
 
-# %% ../../chapters/02b_tokens.ipynb #b5f5ef76
-@functools.cache
-def gpt2_tokens() -> tuple[bytes, ...]:
-    """Return the bytes of each of GPT-2's 50,257 tokens, the end of text as its name."""
-    encoding = gpt2_encoding()
-    return tuple(encoding.decode_single_token_bytes(id_) for id_ in range(GPT2_VOCAB))
-
 # %% ../../chapters/02b_tokens.ipynb #b0be070b
 @functools.cache
 def _byte_ids() -> np.ndarray:
@@ -121,6 +114,13 @@ def _spellings(kept_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndar
     start[list(kept_ids)] = len(in_bytes) + own.astype(np.int64)  # a kept token is its own spelling
     length[list(kept_ids)] = 1
     return np.concatenate([in_bytes, own]), start, length
+
+# %% ../../chapters/02b_tokens.ipynb #b5f5ef76
+@functools.cache
+def gpt2_tokens() -> tuple[bytes, ...]:
+    """Return the bytes of each of GPT-2's 50,257 tokens, the end of text as its name."""
+    encoding = gpt2_encoding()
+    return tuple(encoding.decode_single_token_bytes(id_) for id_ in range(GPT2_VOCAB))
 
 # %% ../../chapters/02b_tokens.ipynb #9fb0be1c
 class Vocabulary:
