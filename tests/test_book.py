@@ -253,7 +253,8 @@ def test_every_local_link_leads_somewhere(site, pages):
 
 @pytest.mark.slow
 def test_no_directive_is_shown(site):
-    shown = [p.name for p in site.rglob("*.html") if re.search(r"#\|", p.read_text("utf-8"))]
+    comment = re.compile(r'<span class="c1?">#\|')  # in code; the prose may speak of them
+    shown = [p.name for p in site.rglob("*.html") if comment.search(p.read_text("utf-8"))]
     assert not shown
 
 
