@@ -27,8 +27,8 @@ from .tokenizer import Tokenizer
 
 # %% auto #0
 __all__ = ['CheckpointError', 'sync', 'write_text', 'random_states', 'set_random_states', 'Checkpoint', 'checkpoints',
-           'best_checkpoint', 'remove', 'save_checkpoint', 'prune', 'load_model', 'restore', 'open_run', 'check_same',
-           'read_run', 'load_run']
+           'best_checkpoint', 'save_checkpoint', 'load_model', 'restore', 'remove', 'prune', 'read_run', 'check_same',
+           'open_run', 'load_run']
 
 # %% ../../chapters/08b_checkpoints.ipynb #0d2cfa23
 class CheckpointError(MdsdError):
@@ -72,7 +72,7 @@ def set_random_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
 
-# %% ../../chapters/08b_checkpoints.ipynb #6fe04dff
+# %% ../../chapters/08b_checkpoints.ipynb #0ba416e0
 class Checkpoint(NamedTuple):
     """A complete checkpoint on the disk."""
 
@@ -92,7 +92,7 @@ def checkpoints(run: Path) -> list[Checkpoint]:
             raise CheckpointError(f"{path} is damaged ({error}); remove it to go on") from error
     return found
 
-
+# %% ../../chapters/08b_checkpoints.ipynb #01bed81a
 def best_checkpoint(found: list[Checkpoint]) -> Checkpoint | None:
     """The one with the lowest validation loss, or the last if none was evaluated."""
 
@@ -101,15 +101,7 @@ def best_checkpoint(found: list[Checkpoint]) -> Checkpoint | None:
 
     return min(reversed(found), key=loss, default=None)
 
-
-def remove(path: Path) -> None:
-    """Delete a checkpoint; renamed first, so that a kill leaves nothing that looks whole."""
-    partial = path.with_suffix(".partial")
-    if path != partial:
-        path.rename(partial)
-    shutil.rmtree(partial)
-
-# %% ../../chapters/08b_checkpoints.ipynb #0ba416e0
+# %% ../../chapters/08b_checkpoints.ipynb #fd2493c8
 def save_checkpoint(state: TrainState, run: Path, validation_loss: float | None) -> Path:
     """Write `checkpoints/step-…`: beside first, on the disk, then renamed.
 
@@ -138,14 +130,6 @@ def save_checkpoint(state: TrainState, run: Path, validation_loss: float | None)
         raise CheckpointError(f"cannot write {path}: {error}; those before it are whole") from error
     return path
 
-
-def prune(run: Path, keep: int) -> None:
-    """Remove all checkpoints but the last `keep` and the best."""
-    found = checkpoints(run)
-    for checkpoint in found[:-keep]:
-        if checkpoint != best_checkpoint(found):
-            remove(checkpoint.path)
-
 # %% ../../chapters/08b_checkpoints.ipynb #0b3a2eeb
 def load_model(model: MiniDeepSeek, checkpoint: Checkpoint) -> None:
     """Fill `model` with the weights of a checkpoint.
@@ -173,7 +157,53 @@ def restore(state: TrainState, checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     state.step, state.best_loss = checkpoint.step, checkpoint.best_loss
 
-# %% ../../chapters/08b_checkpoints.ipynb #bd67f2c0
+# %% ../../chapters/08b_checkpoints.ipynb #1a2f0ed0
+def remove(path: Path) -> None:
+    """Delete a checkpoint; renamed first, so that a kill leaves nothing that looks whole."""
+    partial = path.with_suffix(".partial")
+    if path != partial:
+        path.rename(partial)
+    shutil.rmtree(partial)
+
+
+def prune(run: Path, keep: int) -> None:
+    """Remove all checkpoints but the last `keep` and the best."""
+    found = checkpoints(run)
+    for checkpoint in found[:-keep]:
+        if checkpoint != best_checkpoint(found):
+            remove(checkpoint.path)
+
+# %% ../../chapters/08b_checkpoints.ipynb #a6e5c326
+def read_run(run: Path) -> tuple[ModelConfig, Tokenizer]:
+    """The model's configuration and the tokenizer that a run folder keeps.
+
+    Raises:
+        CheckpointError: the folder is no run, or its files are damaged.
+    """
+    try:
+        config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+        meta = json.loads((run / "tokenizer_meta.json").read_text(encoding="utf-8"))
+        return from_dict(config), Tokenizer.from_meta(meta)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{run} is no run folder: {error.filename} is missing") from error
+    except (OSError, ValueError, MdsdError) as error:
+        raise CheckpointError(f"cannot read the run {run}: {error}") from error
+
+# %% ../../chapters/08b_checkpoints.ipynb #a76edcec
+def check_same(model: ModelConfig, tokenizer: dict[str, Any], run: Path) -> None:
+    """Raise a `CheckpointError` if the run has another model or vocabulary."""
+    old, old_tokenizer = read_run(run)
+    for field in fields(ModelConfig):
+        was, now = getattr(old, field.name), getattr(model, field.name)
+        if was != now:
+            raise CheckpointError(
+                f"{run} holds a model with {field.name}={was}, and {now} was asked for: "
+                "resume with the settings it began with, or choose another folder"
+            )
+    if old_tokenizer.to_meta() != tokenizer:
+        raise CheckpointError(f"{run} was trained with another vocabulary than this data set's")
+
+
 def open_run(config: TrainConfig, model: ModelConfig, data: TokenData) -> None:
     """Make the run folder, or check that it holds a run that `config` can go on with."""
     run, tokenizer = config.out, data.tokenizer.to_meta()
@@ -195,37 +225,7 @@ def open_run(config: TrainConfig, model: ModelConfig, data: TokenData) -> None:
     except OSError as error:
         raise CheckpointError(f"cannot write the run folder {run}: {error}") from error
 
-
-def check_same(model: ModelConfig, tokenizer: dict[str, Any], run: Path) -> None:
-    """Raise a `CheckpointError` if the run has another model or vocabulary."""
-    old, old_tokenizer = read_run(run)
-    for field in fields(ModelConfig):
-        was, now = getattr(old, field.name), getattr(model, field.name)
-        if was != now:
-            raise CheckpointError(
-                f"{run} holds a model with {field.name}={was}, and {now} was asked for: "
-                "resume with the settings it began with, or choose another folder"
-            )
-    if old_tokenizer.to_meta() != tokenizer:
-        raise CheckpointError(f"{run} was trained with another vocabulary than this data set's")
-
-# %% ../../chapters/08b_checkpoints.ipynb #ddda4de8
-def read_run(run: Path) -> tuple[ModelConfig, Tokenizer]:
-    """The model's configuration and the tokenizer that a run folder keeps.
-
-    Raises:
-        CheckpointError: the folder is no run, or its files are damaged.
-    """
-    try:
-        config = json.loads((run / "config.json").read_text(encoding="utf-8"))
-        meta = json.loads((run / "tokenizer_meta.json").read_text(encoding="utf-8"))
-        return from_dict(config), Tokenizer.from_meta(meta)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{run} is no run folder: {error.filename} is missing") from error
-    except (OSError, ValueError, MdsdError) as error:
-        raise CheckpointError(f"cannot read the run {run}: {error}") from error
-
-
+# %% ../../chapters/08b_checkpoints.ipynb #f660691b
 def load_run(run: Path | str, device: str = "cpu") -> tuple[MiniDeepSeek, Tokenizer]:
     """The best model of a run (else the last), in eval mode on `device`, and its tokenizer.
 

@@ -17,12 +17,21 @@ from typing import Any, TextIO
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from tqdm import tqdm
 
 from ..config import ModelConfig, preset
 from ..figures import PALETTE
 from ..model.moe import max_violation
 from ..model.transformer import Losses
+from .data import TokenData, batch
+
+# %% auto #0
+__all__ = ['read_log', 'open_log', 'loss_record', 'draw_losses', 'plot_log', 'Interrupted', 'stop_on_signal', 'check_lengths',
+           'require_finite', 'set_learning_rate', 'after_step', 'run_steps', 'train', 'CheckpointError', 'TrainConfig',
+           'TrainingError', 'load_run']
+
+# %% ../../chapters/08c_training.ipynb #1c85463a
+from tqdm import tqdm
+
 from mdsd.training.checkpoint import (
     CheckpointError,
     checkpoints,
@@ -33,7 +42,6 @@ from mdsd.training.checkpoint import (
     save_checkpoint,
     write_text,
 )
-from .data import TokenData, batch
 from mdsd.training.step import (
     StepFunction,
     StepReport,
@@ -49,34 +57,7 @@ from mdsd.training.step import (
 # Who trains finds these here too.
 _all_ = ["CheckpointError", "TrainConfig", "TrainingError", "load_run"]
 
-# %% auto #0
-__all__ = ['Interrupted', 'loss_record', 'open_log', 'read_log', 'draw_losses', 'plot_log', 'stop_on_signal', 'check_lengths',
-           'require_finite', 'after_step', 'set_learning_rate', 'run_steps', 'train', 'CheckpointError', 'TrainConfig',
-           'TrainingError', 'load_run']
-
-# %% ../../chapters/08c_training.ipynb #02b5c0a3
-class Interrupted(TrainingError):
-    """Ctrl-C or SIGTERM stopped the training; everything up to that step is saved."""
-
-# %% ../../chapters/08c_training.ipynb #3856ecf3
-def loss_record(losses: Losses) -> dict[str, Any]:
-    """The parts of the loss as plain numbers; MaxVio is the mean over the MoE layers."""
-    load = losses.expert_load
-    return {
-        "main": losses.main.item(),
-        "mtp": losses.mtp.tolist(),
-        "balance": losses.balance.item(),
-        "max_violation": max_violation(load).mean().item() if len(load) else 0.0,
-    }
-
-
-def open_log(path: Path, step: int) -> TextIO:
-    """Open the log to append, without the lines after `step`: those steps will run again."""
-    kept = [json.dumps(line) + "\n" for line in read_log(path) if line["step"] <= step]
-    write_text(path, "".join(kept))
-    return path.open("a", encoding="utf-8", buffering=1)  # a line at a time
-
-
+# %% ../../chapters/08c_training.ipynb #277f41f5
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a `log.jsonl`; one that a kill cut short ends the log."""
     lines: list[dict[str, Any]] = []
@@ -87,7 +68,25 @@ def read_log(path: Path) -> list[dict[str, Any]]:
             break
     return lines
 
-# %% ../../chapters/08c_training.ipynb #34502503
+
+def open_log(path: Path, step: int) -> TextIO:
+    """Open the log to append, without the lines after `step`: those steps will run again."""
+    kept = [json.dumps(line) + "\n" for line in read_log(path) if line["step"] <= step]
+    write_text(path, "".join(kept))
+    return path.open("a", encoding="utf-8", buffering=1)  # a line at a time
+
+# %% ../../chapters/08c_training.ipynb #7aa3aee5
+def loss_record(losses: Losses) -> dict[str, Any]:
+    """The parts of the loss as plain numbers; MaxVio is the mean over the MoE layers."""
+    load = losses.expert_load
+    return {
+        "main": losses.main.item(),
+        "mtp": losses.mtp.tolist(),
+        "balance": losses.balance.item(),
+        "max_violation": max_violation(load).mean().item() if len(load) else 0.0,
+    }
+
+# %% ../../chapters/08c_training.ipynb #961f054c
 def draw_losses(axes: Axes, log: list[dict[str, Any]]) -> None:
     """Draw main and MTP losses of a log, on training batches (thin) and validation (dots)."""
     for name, color in (("main", PALETTE[0]), ("mtp", PALETTE[1])):
@@ -100,12 +99,16 @@ def draw_losses(axes: Axes, log: list[dict[str, Any]]) -> None:
     axes.set(xlabel="step", ylabel="loss (nats a token)")
     axes.legend()
 
-
+# %% ../../chapters/08c_training.ipynb #2022fe76
 def plot_log(run: Path) -> None:
     """Write `loss.png` from the run's `log.jsonl`."""
     figure = Figure(figsize=(8, 4), layout="constrained")  # no window, whatever the backend
     draw_losses(figure.subplots(), read_log(run / "log.jsonl"))
     figure.savefig(run / "loss.png", dpi=120)
+
+# %% ../../chapters/08c_training.ipynb #02b5c0a3
+class Interrupted(TrainingError):
+    """Ctrl-C or SIGTERM stopped the training; everything up to that step is saved."""
 
 # %% ../../chapters/08c_training.ipynb #d206f679
 @contextmanager
@@ -132,7 +135,7 @@ def stop_on_signal() -> Iterator[threading.Event]:
     finally:
         restore_handlers()
 
-# %% ../../chapters/08c_training.ipynb #285c7ce9
+# %% ../../chapters/08c_training.ipynb #16252cdd
 def check_lengths(config: TrainConfig, model: ModelConfig, data: TokenData) -> None:
     """Raise a `TrainingError` if model, data and sequence length do not fit each other."""
     if config.seq_len > model.max_position_embeddings:
@@ -152,7 +155,7 @@ def check_lengths(config: TrainConfig, model: ModelConfig, data: TokenData) -> N
                 f"{config.seq_len + 1}: lower seq_len or prepare more text"
             )
 
-
+# %% ../../chapters/08c_training.ipynb #e2f0228c
 def require_finite(report: StepReport, state: TrainState, rate: float) -> None:
     """Raise a `TrainingError` if the step's loss or gradient is not a finite number."""
     finite = report.losses.main.isfinite() & report.losses.mtp.isfinite().all()
@@ -165,7 +168,15 @@ def require_finite(report: StepReport, state: TrainState, rate: float) -> None:
             "checkpoint with a lower learning_rate or a longer warm-up"
         )
 
+# %% ../../chapters/08c_training.ipynb #dc41e059
+def set_learning_rate(state: TrainState, config: TrainConfig) -> float:
+    """Give the optimizer the learning rate of the coming step, and return it."""
+    rate = learning_rate(state.step, config)
+    for group in state.optimizer.param_groups:
+        group["lr"] = rate
+    return rate
 
+# %% ../../chapters/08c_training.ipynb #f963d15c
 def after_step(
     state: TrainState, config: TrainConfig, data: TokenData, log: TextIO, stopping: bool
 ) -> None:
@@ -184,15 +195,7 @@ def after_step(
         save_checkpoint(state, config.out, loss)
         prune(config.out, config.keep)
 
-# %% ../../chapters/08c_training.ipynb #16252cdd
-def set_learning_rate(state: TrainState, config: TrainConfig) -> float:
-    """Give the optimizer the learning rate of the coming step, and return it."""
-    rate = learning_rate(state.step, config)
-    for group in state.optimizer.param_groups:
-        group["lr"] = rate
-    return rate
-
-
+# %% ../../chapters/08c_training.ipynb #8dea0f94
 def run_steps(
     state: TrainState, config: TrainConfig, data: TokenData, step: StepFunction, log: TextIO
 ) -> None:

@@ -22,17 +22,18 @@ from ..model.transformer import Losses, MiniDeepSeek
 from .data import eval_batches
 
 # %% auto #0
-__all__ = ['DTYPES', 'StepFunction', 'TrainingError', 'TrainConfig', 'learning_rate', 'decay_groups', 'choose_device',
-           'choose_dtype', 'TrainState', 'initial_state', 'StepReport', 'backward', 'update', 'train_step', 'evaluate']
+__all__ = ['DTYPES', 'StepFunction', 'TrainingError', 'RunConfig', 'TrainConfig', 'check_settings', 'learning_rate',
+           'decay_groups', 'choose_device', 'choose_dtype', 'TrainState', 'initial_state', 'StepReport', 'backward',
+           'update', 'train_step', 'evaluate']
 
-# %% ../../chapters/08a_step.ipynb #75d1419a
+# %% ../../chapters/08a_step.ipynb #0623de72
 class TrainingError(MdsdError):
     """A training that cannot start, or that has to stop."""
 
-# %% ../../chapters/08a_step.ipynb #994d299e
+
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """Every choice of a training run."""
+class RunConfig:
+    """Where a run reads, computes and writes."""
 
     data: Path
     """Folder of the prepared data set."""
@@ -40,6 +41,28 @@ class TrainConfig:
     """Folder of the run: settings, log, loss curve, checkpoints."""
     preset: str = "tiny"
     """Size of the model."""
+    resume: bool = False
+    """Go on from the last checkpoint in `out`."""
+    seed: int = 0
+    """Seed of the initial weights and of the order of the data."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1 … or mps."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of the matrix products; weights stay in float32."""
+    eval_every: int = 250
+    """Steps from one evaluation to the next."""
+    eval_batches: int = 20
+    """Validation batches of an evaluation, always the same ones."""
+    save_every: int = 500
+    """Steps from one checkpoint to the next."""
+    keep: int = 2
+    """Last checkpoints that are kept; the best one stays besides."""
+
+# %% ../../chapters/08a_step.ipynb #c9557ce5
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(RunConfig):
+    """Every choice of a training run: `RunConfig` and the recipe."""
+
     steps: int = 1500
     """Optimizer steps."""
     batch_size: int = 16
@@ -60,33 +83,22 @@ class TrainConfig:
     """Weight α of the sequence-wise balance loss."""
     bias_speed: float = 1e-3
     """Speed γ of the balance bias, a step."""
-    eval_every: int = 250
-    """Steps from one evaluation to the next."""
-    eval_batches: int = 20
-    """Validation batches of an evaluation, always the same ones."""
-    save_every: int = 500
-    """Steps from one checkpoint to the next."""
-    keep: int = 2
-    """Last checkpoints that are kept; the best one stays besides."""
-    seed: int = 0
-    """Seed of the initial weights and of the order of the data."""
-    device: str = "auto"
-    """auto, cpu, cuda, cuda:1 … or mps."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of the matrix products; weights stay in float32."""
-    resume: bool = False
-    """Go on from the last checkpoint in `out`."""
 
     def __post_init__(self) -> None:
-        for name in "steps batch_size seq_len eval_every eval_batches save_every keep".split():
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in "learning_rate grad_clip".split():
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be greater than 0")
-        for name in "warmup_steps weight_decay mtp_weight balance_weight bias_speed seed".split():
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or greater")
+        check_settings(self)
+
+# %% ../../chapters/08a_step.ipynb #42982527
+def check_settings(config: TrainConfig) -> None:
+    """Raise a `ConfigError` that names the number which no training can have."""
+    for name in "steps batch_size seq_len eval_every eval_batches save_every keep".split():
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name} is {getattr(config, name)}; it must be at least 1")
+    for name in "learning_rate grad_clip".split():
+        if not 0 < getattr(config, name) < math.inf:
+            raise ConfigError(f"{name} is {getattr(config, name)}; it must be greater than 0")
+    for name in "warmup_steps weight_decay mtp_weight balance_weight bias_speed seed".split():
+        if not 0 <= getattr(config, name) < math.inf:
+            raise ConfigError(f"{name} is {getattr(config, name)}; it must be 0 or greater")
 
 # %% ../../chapters/08a_step.ipynb #c592d99f
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -106,7 +118,7 @@ def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, 
         {"params": vectors, "weight_decay": 0.0},
     ]
 
-# %% ../../chapters/08a_step.ipynb #de0cadba
+# %% ../../chapters/08a_step.ipynb #18e1e637
 def choose_device(name: str) -> torch.device:
     """The device called `name`; "auto" takes the fastest there is.
 
@@ -123,7 +135,7 @@ def choose_device(name: str) -> torch.device:
         raise TrainingError(f"device {name!r} is not here; this machine has {', '.join(present)}")
     return torch.device(name)
 
-
+# %% ../../chapters/08a_step.ipynb #f0b64fd5
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -182,9 +194,6 @@ class StepReport(NamedTuple):
     grad_norm: Tensor  # () before clipping
 
 
-StepFunction = Callable[[TrainState, TrainConfig, Tensor, Tensor], StepReport]
-
-
 def backward(state: TrainState, config: TrainConfig, x: Tensor, y: Tensor) -> Losses:
     """Add the total loss on x, y (B, T) to the gradients; the losses, detached."""
     with state.autocast():
@@ -193,7 +202,7 @@ def backward(state: TrainState, config: TrainConfig, x: Tensor, y: Tensor) -> Lo
     state.scaler.scale(total).backward()
     return Losses(*(part.detach() for part in losses))
 
-
+# %% ../../chapters/08a_step.ipynb #a2d01488
 def update(state: TrainState, config: TrainConfig, expert_load: Tensor) -> Tensor:
     """Clip, step the optimizer, move the balance bias once; the norm () before clipping."""
     state.scaler.unscale_(state.optimizer)
@@ -203,6 +212,9 @@ def update(state: TrainState, config: TrainConfig, expert_load: Tensor) -> Tenso
     state.optimizer.zero_grad(set_to_none=True)
     state.model.update_balance_bias(expert_load, config.bias_speed)
     return norm
+
+
+StepFunction = Callable[[TrainState, TrainConfig, Tensor, Tensor], StepReport]
 
 
 def train_step(state: TrainState, config: TrainConfig, x: Tensor, y: Tensor) -> StepReport:
