@@ -1,0 +1,370 @@
+"""Multi-head latent attention: against explicit loops, in chunks, in low precision."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from mdsd.config import ModelConfig, YarnConfig, parameter_shapes, preset
+from mdsd.model.mla import (
+    LatentCache,
+    MultiHeadLatentAttention,
+    RMSNorm,
+    attend,
+    causal_mask,
+    split_heads,
+)
+from mdsd.model.rope import rotation
+
+LENGTH = 13
+CONFIGS = {
+    "query latent": preset("tiny"),
+    "direct queries": preset("tiny", q_lora_rank=None),
+    "YaRN": preset(
+        "tiny", rope_scaling=YarnConfig(factor=4.0, original_max_position_embeddings=16)
+    ),
+    "wide values": preset("tiny", v_head_dim=56, num_attention_heads=3),
+    "values as wide as queries": preset("tiny", v_head_dim=48),
+}
+each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def build(config: ModelConfig, seed: int = 0) -> MultiHeadLatentAttention:
+    """Build an attention whose norms and scores matter: weights of size 1, gains that differ."""
+    torch.manual_seed(seed)
+    attention = MultiHeadLatentAttention(config)
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5)
+            else:
+                parameter.uniform_(0.5, 1.5)
+    return attention
+
+
+def inputs(config: ModelConfig, batch: int = 2, length: int = LENGTH, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * torch.randn(batch, length, config.hidden_size, generator=generator)
+
+
+def whole(attention: MultiHeadLatentAttention, h: Tensor) -> Tensor:
+    return attention(h, rotation(attention.config, 0, h.shape[1]))
+
+
+def in_chunks(attention: MultiHeadLatentAttention, h: Tensor, sizes: list[int]) -> Tensor:
+    cache, parts = LatentCache(attention.config, h.shape[0]), []
+    for chunk in h.split(sizes, dim=1):
+        table = rotation(attention.config, cache.length, chunk.shape[1])
+        parts.append(attention(chunk, table, cache))
+        cache.advance(chunk.shape[1])
+    return torch.cat(parts, dim=1)
+
+
+# The reference: plain Python loops in float64, written from the paper's equations.
+
+
+def norm_by_hand(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (sum(v * v for v in x.tolist()) / len(x) + 1e-6) ** 0.5 * weight
+
+
+def turn_by_hand(x: Tensor, position: int, config: ModelConfig) -> Tensor:
+    result, width = x.clone(), len(x)
+    for i in range(0, width, 2):
+        angle = position * speed_by_hand(i // 2, config)
+        cos, sin = math.cos(angle), math.sin(angle)
+        result[i], result[i + 1] = x[i] * cos - x[i + 1] * sin, x[i] * sin + x[i + 1] * cos
+    return result
+
+
+def speed_by_hand(pair: int, config: ModelConfig) -> float:
+    width, theta, yarn = config.qk_rope_head_dim, config.rope_theta, config.rope_scaling
+    speed = theta ** (-2 * pair / width)
+    if yarn is None:
+        return speed
+    length = yarn.original_max_position_embeddings
+    at = [
+        width * math.log(length / (beta * 2 * math.pi)) / (2 * math.log(theta))
+        for beta in (yarn.beta_fast, yarn.beta_slow)
+    ]
+    low, high = max(math.floor(at[0]), 0), min(math.ceil(at[1]), width - 1)
+    part = min(max((pair - low) / (high - low), 0.0), 1.0)
+    return speed * (1 - part) + speed / yarn.factor * part
+
+
+def scale_by_hand(config: ModelConfig) -> float:
+    scale = 1 / math.sqrt(config.qk_nope_head_dim + config.qk_rope_head_dim)
+    yarn = config.rope_scaling
+    return scale if yarn is None else scale * (0.1 * math.log(yarn.factor) + 1) ** 2
+
+
+def head_by_hand(
+    attention: MultiHeadLatentAttention, h: Tensor, head: int
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Queries, keys and values of one head, token by token, from h (T, D)."""
+    config, weight = attention.config, {n: p.double() for n, p in attention.named_parameters()}
+    nope, value, latent = config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
+    q_up = weight["q_proj.weight" if config.q_lora_rank is None else "q_b_proj.weight"]
+    q_up = q_up[head * config.qk_head_dim : (head + 1) * config.qk_head_dim]
+    kv_up = weight["kv_b_proj.weight"][head * (nope + value) : (head + 1) * (nope + value)]
+    queries, keys, values = [], [], []
+    for t, x in enumerate(h):
+        c_q = x
+        if config.q_lora_rank is not None:
+            c_q = norm_by_hand(weight["q_a_proj.weight"] @ x, weight["q_a_layernorm.weight"])
+        down = weight["kv_a_proj_with_mqa.weight"] @ x
+        c_kv = norm_by_hand(down[:latent], weight["kv_a_layernorm.weight"])
+        q = q_up @ c_q
+        queries.append(torch.cat([q[:nope], turn_by_hand(q[nope:], t, config)]))
+        keys.append(torch.cat([kv_up[:nope] @ c_kv, turn_by_hand(down[latent:], t, config)]))
+        values.append(kv_up[nope:] @ c_kv)
+    return queries, keys, values
+
+
+def attention_by_hand(attention: MultiHeadLatentAttention, h: Tensor) -> Tensor:
+    """Attend from h (T, D) in loops over heads, queries and keys; (T, D) in float64."""
+    config, h = attention.config, h.double()
+    mixed = [[] for _ in h]
+    for head in range(config.num_attention_heads):
+        queries, keys, values = head_by_hand(attention, h, head)
+        for t in range(len(h)):
+            scores = [float(queries[t] @ keys[s]) * scale_by_hand(config) for s in range(t + 1)]
+            weights = [math.exp(score - max(scores)) for score in scores]
+            mean = sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights)
+            mixed[t].append(mean)
+    return torch.stack([attention.o_proj.weight.double() @ torch.cat(parts) for parts in mixed])
+
+
+@each_config
+@torch.no_grad()
+def test_equal_to_explicit_loops(config):
+    attention, h = build(config), inputs(config)
+    expected = torch.stack([attention_by_hand(attention, one) for one in h])
+    assert expected.std() > 0.3  # a test on vanishing numbers would prove nothing
+    torch.testing.assert_close(whole(attention, h).double(), expected, atol=2e-4, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_scores_are_far_from_uniform():
+    """The scale and the norms only show where attention is not a plain mean."""
+    attention, config = build(CONFIGS["query latent"]), CONFIGS["query latent"]
+    queries, keys, _ = head_by_hand(attention, inputs(config)[0].double(), 0)
+    scores = torch.stack(queries) @ torch.stack(keys).mT * scale_by_hand(config)
+    assert scores.std() > 0.5
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, LENGTH), min_size=1, max_size=LENGTH), st.sampled_from([*CONFIGS]))
+@torch.no_grad()
+def test_any_chunks_equal_one_pass(sizes, name):
+    attention, h = build(CONFIGS[name]), inputs(CONFIGS[name], length=sum(sizes))
+    torch.testing.assert_close(
+        in_chunks(attention, h, sizes), whole(attention, h), atol=1e-4, rtol=1e-3
+    )
+
+
+@torch.no_grad()
+def test_a_batch_is_its_rows():
+    config = CONFIGS["query latent"]
+    attention, h = build(config), inputs(config, batch=4)
+    together = in_chunks(attention, h, [4, 1, 8])
+    alone = torch.cat([in_chunks(attention, one[None], [6, 7]) for one in h])
+    torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_two_generations_do_not_disturb_each_other():
+    config = CONFIGS["query latent"]
+    attention, texts = build(config), [inputs(config, 1, seed=seed) for seed in (1, 2)]
+    caches = [LatentCache(config), LatentCache(config)]
+    parts: list[list[Tensor]] = [[], []]
+    for t in range(LENGTH):
+        for text, cache, part in zip(texts, caches, parts, strict=True):
+            part.append(attention(text[:, t : t + 1], rotation(config, t, 1), cache))
+            cache.advance(1)
+    for text, part in zip(texts, parts, strict=True):
+        expected = whole(attention, text)
+        torch.testing.assert_close(torch.cat(part, 1), expected, atol=1e-4, rtol=1e-3)
+
+
+@torch.no_grad()
+def test_no_token_sees_a_later_one():
+    config = CONFIGS["query latent"]
+    attention, h = build(config), inputs(config)
+    before = whole(attention, h)
+    for t in range(1, LENGTH):
+        changed = h.clone()
+        changed[:, t:] += 1
+        after = whole(attention, changed)
+        torch.testing.assert_close(after[:, :t], before[:, :t], atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(after[:, t], before[:, t], atol=1e-2)
+
+
+def test_gradients_reach_earlier_tokens_only_and_every_weight():
+    config = CONFIGS["query latent"]
+    attention, h = build(config), inputs(config).requires_grad_()
+    whole(attention, h)[:, 5].square().sum().backward()
+    assert h.grad is not None
+    assert (h.grad[:, :6].abs().amax((0, 2)) > 0).all()
+    assert not h.grad[:, 6:].any()
+    for name, parameter in attention.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@each_config
+def test_parameters_are_those_of_the_configuration(config):
+    found = {n: tuple(p.shape) for n, p in MultiHeadLatentAttention(config).named_parameters()}
+    prefix = "layers.0.self_attn."
+    expected = {
+        name.removeprefix(prefix): shape
+        for name, shape in parameter_shapes(config).items()
+        if name.startswith(prefix)
+    }
+    assert found == expected
+
+
+# The cache.
+
+
+@torch.no_grad()
+def test_the_cache_keeps_a_latent_and_a_rotary_key_a_token():
+    for config in CONFIGS.values():
+        attention, cache = build(config), LatentCache(config, 2)
+        attention(inputs(config), rotation(config, 0, LENGTH), cache, layer=1)
+        cache.advance(LENGTH)
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+        assert len(cache.layers) == config.num_hidden_layers
+        assert cache.layers[1].shape == (2, LENGTH, width)
+        assert all(layer.numel() == 0 for i, layer in enumerate(cache.layers) if i != 1)
+
+
+def test_the_cache_grows_by_doubling_and_forgets_nothing():
+    config = CONFIGS["query latent"]
+    cache, said, capacities = LatentCache(config, 2), [], []
+    for step in range(70):
+        new = torch.randn(2, 3 if step == 0 else 1, config.cache_width)
+        said.append(new)
+        for layer in range(config.num_hidden_layers):
+            kept = cache.extend(layer, new + layer)
+            assert torch.equal(kept, torch.cat(said, 1) + layer)
+        cache.advance(new.shape[1])
+        capacities.append(cache.layers[0].shape[1])
+    assert cache.length == 72
+    assert sorted(set(capacities)) == [3, 6, 12, 24, 48, 96]
+
+
+def test_a_cache_cut_back_continues_from_there():
+    config = CONFIGS["query latent"]
+    attention, h = build(config).requires_grad_(False), inputs(config)
+    cache = LatentCache(config, 2)
+    attention(h[:, :6] + 1, rotation(config, 0, 6), cache)
+    cache.advance(6)
+    cache.length = 0
+    again = attention(h[:, :6], rotation(config, 0, 6), cache)
+    torch.testing.assert_close(again, whole(attention, h[:, :6]), atol=1e-5, rtol=1e-4)
+
+
+def test_a_cache_of_another_batch_size_is_refused():
+    config = CONFIGS["query latent"]
+    with pytest.raises(RuntimeError, match="size"):
+        LatentCache(config, 2).extend(0, torch.randn(3, 4, config.cache_width))
+
+
+# The parts.
+
+
+def test_split_heads_cuts_each_head():
+    x = torch.randn(2, 3, 4 * (5 + 6))
+    first, second = split_heads(x, 4, 5, 6)
+    assert first.shape == (2, 4, 3, 5)
+    for head in range(4):
+        assert torch.equal(first[:, head], x[..., 11 * head : 11 * head + 5])
+        assert torch.equal(second[:, head], x[..., 11 * head + 5 : 11 * head + 11])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 12))
+def test_the_mask_is_the_tail_of_the_square_one(queries, cached):
+    keys = queries + cached
+    square = torch.ones(keys, keys, dtype=torch.bool).tril()
+    assert torch.equal(causal_mask(queries, keys, torch.device("cpu")), square[cached:])
+
+
+@pytest.mark.parametrize("width", [4, 8, 11])
+def test_attend_takes_values_of_any_width(width):
+    query, keys, values = torch.randn(2, 3, 2, 8), torch.randn(2, 3, 7, 8), torch.randn(2, 3, 7, 11)
+    values = values[..., :width]
+    scores = (query @ keys.mT * 0.7).masked_fill(
+        ~causal_mask(2, 7, torch.device("cpu")), -torch.inf
+    )
+    torch.testing.assert_close(attend(query, keys, values, 0.7), scores.softmax(-1) @ values)
+
+
+def test_rms_norm_is_torchs_in_float32():
+    x, norm = torch.randn(3, 16), RMSNorm(16, eps=1e-6)
+    nn.init.uniform_(norm.weight, 0.5, 1.5)
+    expected = F.rms_norm(x, (16,), norm.weight, 1e-6)
+    assert torch.equal(norm(x), expected)
+    half = norm(x.bfloat16())
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half, F.rms_norm(x.bfloat16().float(), (16,), norm.weight, 1e-6).bfloat16())
+
+
+# Low precision and other devices.
+
+
+@each_config
+def test_autocast_stays_near_float32_and_gives_no_warning(config):
+    attention, h = build(config), inputs(config)
+    with torch.no_grad():
+        exact = whole(attention, h)
+    cache = LatentCache(config, 2)
+    with warnings.catch_warnings(), torch.autocast("cpu", dtype=torch.bfloat16):
+        warnings.simplefilter("error")
+        rough = whole(attention, h)
+        with torch.no_grad():
+            attention(h, rotation(config, 0, LENGTH), cache)
+        rough.float().square().mean().backward()
+    assert rough.dtype == cache.layers[0].dtype == torch.bfloat16
+    assert (rough - exact).square().mean().sqrt() < 0.03 * exact.std()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in attention.parameters())
+
+
+def test_a_bfloat16_model_decodes_with_a_bfloat16_cache():
+    config = CONFIGS["YaRN"]
+    attention, h = build(config).requires_grad_(False), inputs(config)
+    exact = whole(attention, h)
+    rough = in_chunks(attention.bfloat16(), h.bfloat16(), [5, 1, 7])
+    assert rough.dtype == torch.bfloat16
+    assert (rough - exact).square().mean().sqrt() < 0.04 * exact.std()
+
+
+def test_the_meta_device_carries_the_shapes():
+    config = preset("deepseek-v3")
+    with torch.device("meta"):
+        attention = MultiHeadLatentAttention(config)
+        h, table = torch.empty(1, 4, config.hidden_size), torch.empty(2, 4, 32)
+        assert attention(h, table).shape == (1, 4, config.hidden_size)
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() or torch.backends.mps.is_available()), reason="needs a GPU"
+)
+def test_a_gpu_gives_the_same():
+    device = torch.device("cuda" if torch.cuda.is_available() else "mps")
+    config = CONFIGS["query latent"]
+    attention, h = build(config).requires_grad_(False), inputs(config)
+    exact = whole(attention, h)
+    attention, cache, parts = attention.to(device), LatentCache(config, 2), []
+    for chunk in h.to(device).split([5, 1, 7], dim=1):
+        table = rotation(config, cache.length, chunk.shape[1]).to(device)
+        parts.append(attention(chunk, table, cache))
+        cache.advance(chunk.shape[1])
+    assert cache.layers[0].device.type == device.type
+    torch.testing.assert_close(torch.cat(parts, 1).cpu(), exact, atol=1e-3, rtol=1e-3)
