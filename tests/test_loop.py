@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from mdsd.config import MdsdError, from_dict, preset
 from mdsd.training.checkpoint import CheckpointError, checkpoints, load_run, save_checkpoint
-from mdsd.training.data import PrepareConfig, TokenData, prepare
+from mdsd.training.data import PrepareConfig, TokenData, batch, prepare
 from mdsd.training.loop import Interrupted, TrainingError, read_log, train
-from mdsd.training.step import StepReport, TrainConfig, backward, train_step, update
+from mdsd.training.step import StepReport, TrainConfig, backward, learning_rate, train_step, update
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "q_lora_rank": 16, "kv_lora_rank": 16}
 LOSSES = ("main", "mtp", "balance", "max_violation", "grad_norm", "learning_rate")
@@ -225,6 +225,22 @@ def test_load_run_needs_no_data_set(config, model):
     assert not loaded.training
     assert loaded_tokenizer.encode("Tom has a ball.") == tokenizer.encode("Tom has a ball.")
     assert loaded.config == state.model.config
+
+
+def test_each_step_gets_its_own_batch_at_its_own_rate(config, model):
+    seen = []
+
+    def recording(state, config, x, y):
+        seen.append((x, y, state.optimizer.param_groups[0]["lr"]))
+        return train_step(state, config, x, y)
+
+    train(config, model, step=recording)
+    tokens = TokenData(config.data).split("train")
+    for step, (x, y, rate) in enumerate(seen):
+        expected = batch(tokens, config.batch_size, config.seq_len, config.seed, step)
+        assert torch.equal(x, expected[0])
+        assert torch.equal(y, expected[1])
+        assert rate == learning_rate(step, config)
 
 
 def test_another_step_function_takes_the_middle(config, model):
