@@ -319,7 +319,16 @@ def test_rms_norm_is_torchs_in_float32():
 # Low precision and other devices.
 
 
+@pytest.fixture
+def every_warning():
+    """Let torch repeat warnings that it would give only once a process, to another test."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
 @each_config
+@pytest.mark.usefixtures("every_warning")
 def test_autocast_stays_near_float32_and_gives_no_warning(config):
     attention, h = build(config), inputs(config)
     with torch.no_grad():

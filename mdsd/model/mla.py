@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['split_heads', 'RMSNorm', 'LatentProjections', 'causal_mask', 'attend', 'LatentCache', 'MultiHeadLatentAttention']
 
-# %% ../../chapters/04_mla.ipynb #d66764e2
+# %% ../../chapters/04_mla.ipynb #96f7cbc3
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from ..config import ModelConfig
 from .rope import rotate, softmax_scale
 
-# %% ../../chapters/04_mla.ipynb #451257f1
+# %% ../../chapters/04_mla.ipynb #03574b00
 def split_heads(x: Tensor, heads: int, *widths: int) -> tuple[Tensor, ...]:
     """Cut x (B, T, H·(w1+w2+…)) into one part (B, H, T, w) for each of the widths."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2).split(widths, dim=-1)
 
-# %% ../../chapters/04_mla.ipynb #4021ba29
+# %% ../../chapters/04_mla.ipynb #7a1dfa3c
 class RMSNorm(nn.RMSNorm):
     """RMSNorm in float32, whatever the dtype around it [RMSNorm] (4)."""
 
@@ -27,7 +27,7 @@ class RMSNorm(nn.RMSNorm):
         weight = None if self.weight is None else self.weight.float()
         return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)
 
-# %% ../../chapters/04_mla.ipynb #30312e06
+# %% ../../chapters/04_mla.ipynb #34a9ac2c
 class LatentProjections(nn.Module):
     """The weights of MLA up to the heads: queries, and the latents behind keys and values."""
 
@@ -64,13 +64,13 @@ class LatentProjections(nn.Module):
         latent, rotary = self.kv_a_proj_with_mqa(h).split(widths, dim=-1)
         return torch.cat([self.kv_a_layernorm(latent), rotate(rotary, cos_sin)], dim=-1)
 
-# %% ../../chapters/04_mla.ipynb #3807d6be
+# %% ../../chapters/04_mla.ipynb #c07a8036
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     """True (T, S) where a query may look: the queries are the last T of the S positions."""
     position = torch.arange(keys - queries, keys, device=device)
     return torch.arange(keys, device=device) <= position[:, None]
 
-# %% ../../chapters/04_mla.ipynb #68fff18d
+# %% ../../chapters/04_mla.ipynb #6583ab7a
 def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     """Causal attention (B, H, T, d_v) of the last T of S positions.
 
@@ -86,7 +86,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
     )
     return out[..., :width]
 
-# %% ../../chapters/04_mla.ipynb #6778c5c5
+# %% ../../chapters/04_mla.ipynb #8503805e
 class LatentCache:
     """What one generation remembers: a latent and a rotary key a token and layer.
 
@@ -118,7 +118,7 @@ class LatentCache:
         """Count `tokens` more as held, once every layer has them."""
         self.length += tokens
 
-# %% ../../chapters/04_mla.ipynb #9f5f7b27
+# %% ../../chapters/04_mla.ipynb #a0ab449a
 class MultiHeadLatentAttention(LatentProjections):
     """Attention whose keys and values are read from one narrow latent a token [V3] (1)–(11)."""
 
