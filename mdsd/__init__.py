@@ -1,0 +1,45 @@
+"""mini DeepSeek: a small DeepSeek-V3 to build, train and question, chapter by chapter.
+
+`from mdsd import MiniDeepSeek, preset` takes what most programs need from here; the modules named
+below hold the rest.
+"""
+
+from mdsd.config import PRESETS, ConfigError, MdsdError, ModelConfig, preset
+from mdsd.model.generate import Sampling, generate, sample_stories, tell_story
+from mdsd.model.mla import LatentCache
+from mdsd.model.transformer import Losses, MiniDeepSeek
+from mdsd.training.checkpoint import load_run
+from mdsd.training.corpus import check_story, generate_stories
+from mdsd.training.data import TokenData, batch
+from mdsd.training.loop import train
+from mdsd.training.prepare import PrepareConfig, prepare
+from mdsd.training.step import TrainConfig
+from mdsd.training.tokenizer import Tokenizer, gpt2_tokenizer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "ConfigError",
+    "LatentCache",
+    "Losses",
+    "MdsdError",
+    "MiniDeepSeek",
+    "ModelConfig",
+    "PrepareConfig",
+    "Sampling",
+    "TokenData",
+    "Tokenizer",
+    "TrainConfig",
+    "batch",
+    "check_story",
+    "generate",
+    "generate_stories",
+    "gpt2_tokenizer",
+    "load_run",
+    "prepare",
+    "preset",
+    "sample_stories",
+    "tell_story",
+    "train",
+]
