@@ -55,7 +55,7 @@ def check_ids(ids: np.ndarray, vocab_size: int, path: Path) -> None:
             "prepare the data again"
         )
 
-
+# %% ../../chapters/02e_data.ipynb #078d6bb9
 class TokenData:
     """A prepared data set: `meta`, `tokenizer`, and the ids of each split in mapped memory."""
 
@@ -93,57 +93,7 @@ def shift(windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.from_numpy(windows.astype(np.int64))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
-
-def count_starts(tokens: np.ndarray, seq_len: int) -> int:
-    """Return the number of positions at which a window of seq_len + 1 tokens can start."""
-    if len(tokens) <= seq_len:
-        raise DataError(
-            f"a split of {len(tokens)} tokens holds no window of {seq_len} + 1: "
-            "prepare more stories, raise val_fraction, or lower seq_len"
-        )
-    return len(tokens) - seq_len
-
-
-def batch(
-    tokens: np.ndarray, batch_size: int, seq_len: int, seed: int, step: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw random windows; the same for the same (seed, step), whatever was drawn before.
-
-    Returns:
-        Inputs and targets, int64 (batch_size, seq_len) each; a target is the token after its input.
-
-    Raises:
-        DataError: the tokens are too few for a single window.
-    """
-    starts = count_starts(tokens, seq_len)
-    rng = np.random.default_rng((seed, step))
-    first = rng.integers(starts, size=batch_size)  # (B,)
-    return shift(np.stack([tokens[at : at + seq_len + 1] for at in first]))
-
-
-def eval_batches(
-    tokens: np.ndarray, batch_size: int, seq_len: int, limit: int | None = None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield windows side by side from the start on, `limit` batches at most.
-
-    Each token after the first is a target once, but for a rest shorter than seq_len at the end. The
-    last batch may have fewer rows.
-
-    Raises:
-        DataError: the tokens are too few for a single window.
-    """
-    first = np.arange(0, count_starts(tokens, seq_len), seq_len)
-    for at in range(0, len(first), batch_size)[:limit]:
-        rows = [tokens[start : start + seq_len + 1] for start in first[at : at + batch_size]]
-        yield shift(np.stack(rows))
-
 # %% ../../chapters/02e_data.ipynb #7714bfd5
-def shift(windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the inputs and targets, int64 (B, T) each, of windows (B, T+1)."""
-    tokens = torch.from_numpy(windows.astype(np.int64))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
 def count_starts(tokens: np.ndarray, seq_len: int) -> int:
     """Return the number of positions at which a window of seq_len + 1 tokens can start."""
     if len(tokens) <= seq_len:
@@ -152,58 +102,8 @@ def count_starts(tokens: np.ndarray, seq_len: int) -> int:
             "prepare more stories, raise val_fraction, or lower seq_len"
         )
     return len(tokens) - seq_len
-
-
-def batch(
-    tokens: np.ndarray, batch_size: int, seq_len: int, seed: int, step: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw random windows; the same for the same (seed, step), whatever was drawn before.
-
-    Returns:
-        Inputs and targets, int64 (batch_size, seq_len) each; a target is the token after its input.
-
-    Raises:
-        DataError: the tokens are too few for a single window.
-    """
-    starts = count_starts(tokens, seq_len)
-    rng = np.random.default_rng((seed, step))
-    first = rng.integers(starts, size=batch_size)  # (B,)
-    return shift(np.stack([tokens[at : at + seq_len + 1] for at in first]))
-
-
-def eval_batches(
-    tokens: np.ndarray, batch_size: int, seq_len: int, limit: int | None = None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield windows side by side from the start on, `limit` batches at most.
-
-    Each token after the first is a target once, but for a rest shorter than seq_len at the end. The
-    last batch may have fewer rows.
-
-    Raises:
-        DataError: the tokens are too few for a single window.
-    """
-    first = np.arange(0, count_starts(tokens, seq_len), seq_len)
-    for at in range(0, len(first), batch_size)[:limit]:
-        rows = [tokens[start : start + seq_len + 1] for start in first[at : at + batch_size]]
-        yield shift(np.stack(rows))
 
 # %% ../../chapters/02e_data.ipynb #19a2bc03
-def shift(windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the inputs and targets, int64 (B, T) each, of windows (B, T+1)."""
-    tokens = torch.from_numpy(windows.astype(np.int64))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def count_starts(tokens: np.ndarray, seq_len: int) -> int:
-    """Return the number of positions at which a window of seq_len + 1 tokens can start."""
-    if len(tokens) <= seq_len:
-        raise DataError(
-            f"a split of {len(tokens)} tokens holds no window of {seq_len} + 1: "
-            "prepare more stories, raise val_fraction, or lower seq_len"
-        )
-    return len(tokens) - seq_len
-
-
 def batch(
     tokens: np.ndarray, batch_size: int, seq_len: int, seed: int, step: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,58 +119,8 @@ def batch(
     rng = np.random.default_rng((seed, step))
     first = rng.integers(starts, size=batch_size)  # (B,)
     return shift(np.stack([tokens[at : at + seq_len + 1] for at in first]))
-
-
-def eval_batches(
-    tokens: np.ndarray, batch_size: int, seq_len: int, limit: int | None = None
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield windows side by side from the start on, `limit` batches at most.
-
-    Each token after the first is a target once, but for a rest shorter than seq_len at the end. The
-    last batch may have fewer rows.
-
-    Raises:
-        DataError: the tokens are too few for a single window.
-    """
-    first = np.arange(0, count_starts(tokens, seq_len), seq_len)
-    for at in range(0, len(first), batch_size)[:limit]:
-        rows = [tokens[start : start + seq_len + 1] for start in first[at : at + batch_size]]
-        yield shift(np.stack(rows))
 
 # %% ../../chapters/02e_data.ipynb #35de7c93
-def shift(windows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the inputs and targets, int64 (B, T) each, of windows (B, T+1)."""
-    tokens = torch.from_numpy(windows.astype(np.int64))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def count_starts(tokens: np.ndarray, seq_len: int) -> int:
-    """Return the number of positions at which a window of seq_len + 1 tokens can start."""
-    if len(tokens) <= seq_len:
-        raise DataError(
-            f"a split of {len(tokens)} tokens holds no window of {seq_len} + 1: "
-            "prepare more stories, raise val_fraction, or lower seq_len"
-        )
-    return len(tokens) - seq_len
-
-
-def batch(
-    tokens: np.ndarray, batch_size: int, seq_len: int, seed: int, step: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw random windows; the same for the same (seed, step), whatever was drawn before.
-
-    Returns:
-        Inputs and targets, int64 (batch_size, seq_len) each; a target is the token after its input.
-
-    Raises:
-        DataError: the tokens are too few for a single window.
-    """
-    starts = count_starts(tokens, seq_len)
-    rng = np.random.default_rng((seed, step))
-    first = rng.integers(starts, size=batch_size)  # (B,)
-    return shift(np.stack([tokens[at : at + seq_len + 1] for at in first]))
-
-
 def eval_batches(
     tokens: np.ndarray, batch_size: int, seq_len: int, limit: int | None = None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -20,6 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+# %% auto #0
+__all__ = ['SPLITS', 'FILES', 'FORMAT', 'VERSION', 'Splits', 'PrepareConfig', 'open_source', 'assign_split', 'Encoded',
+           'encode_chunk', 'write_tokens', 'recode', 'check_target', 'is_running', 'clean_up', 'swap', 'replacing',
+           'check_splits', 'describe', 'prepare']
+
+# %% ../../chapters/02d_prepare.ipynb #4a13076f
 import numpy as np
 from tqdm import tqdm
 
@@ -45,11 +51,6 @@ from mdsd.training.tokenizer import (
     gpt2_tokenizer,
     story_ids,
 )
-
-# %% auto #0
-__all__ = ['SPLITS', 'FILES', 'FORMAT', 'VERSION', 'Splits', 'PrepareConfig', 'open_source', 'assign_split', 'Encoded',
-           'encode_chunk', 'write_tokens', 'recode', 'check_target', 'is_running', 'clean_up', 'swap', 'replacing',
-           'check_splits', 'describe', 'prepare']
 
 # %% ../../chapters/02d_prepare.ipynb #b6f938a4
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,7 @@ FILES = {"train.bin", "val.bin", "meta.json"}
 FORMAT, VERSION = "mdsd-tokens", 1
 Splits = dict[str, dict[str, Any]]  # of each split: file, tokens, stories, nats, sha256
 
-
+# %% ../../chapters/02d_prepare.ipynb #a034515d
 def assign_split(story: str, seed: int, val_fraction: float) -> str:
     """Put a story into "train" or "val" by a hash of its text, so that equal ones stay together."""
     key, salt = story.encode("utf-8", "surrogatepass"), seed.to_bytes(16, "little", signed=True)

@@ -25,13 +25,13 @@ from .corpus import Level, generate_stories
 # %% auto #0
 __all__ = ['CHUNK', 'LONGEST', 'SUFFIXES', 'HUB_NAME', 'HUB_STORIES', 'OFFLINE', 'DataError', 'Chunk', 'read_lines',
            'decode_utf8', 'read_txt', 'pick', 'read_jsonl', 'read_parquet', 'read_file', 'find_files', 'local_chunks',
-           'bundled_chunks', 'watch', 'map_in_order', 'interleave', 'shard_chunks', 'hub_chunks', 'hub_obstacle']
+           'bundled_chunks', 'watch', 'map_in_order', 'interleave', 'shard_chunks', 'hub_obstacle', 'hub_chunks']
 
 # %% ../../chapters/02c_sources.ipynb #68244d7d
 class DataError(MdsdError):
     """Stories that cannot be read, or a data set that cannot be written or opened."""
 
-
+# %% ../../chapters/02c_sources.ipynb #4293b2ec
 class Chunk(NamedTuple):
     """Consecutive stories of a source, read and encoded together."""
 
@@ -119,48 +119,7 @@ def read_jsonl(path: Path, column: str) -> Iterator[tuple[str, int]]:
             raise DataError(f"{path}, line {number} is not JSON: {error}") from error
         yield pick(row, column, f"{path}, line {number}"), offset + len(line)
 
-
-def read_parquet(path: Path, column: str) -> Iterator[tuple[str, int]]:
-    """Yield the stories of a Parquet file, each with its share of the file's bytes."""
-    import pyarrow.parquet as parquet  # type: ignore[import-untyped]  # slow to import
-
-    row, size = 0, path.stat().st_size
-    try:
-        # a buffered read holds pages in memory, not whole columns of a row group
-        with parquet.ParquetFile(path, buffer_size=CHUNK, pre_buffer=False) as file:
-            if column not in file.schema_arrow.names:
-                pick(dict.fromkeys(file.schema_arrow.names), column, str(path))
-            for table in file.iter_batches(256, columns=[column]):
-                for record in table.to_pylist():
-                    row += 1
-                    end = size * row // file.metadata.num_rows
-                    yield pick(record, column, f"{path}, row {row}"), end
-    except (ValueError, OSError) as error:  # pyarrow's own errors are among these
-        raise DataError(f"{path} cannot be read as Parquet after row {row}: {error}") from error
-
 # %% ../../chapters/02c_sources.ipynb #7ed890c4
-def pick(row: Any, column: str, where: str) -> str:
-    """Return the story in a row of a table, or raise a DataError that says what is there."""
-    if not isinstance(row, dict) or column not in row:
-        there = ", ".join(row) if isinstance(row, dict) else f"none, the row is {row!r:.40}"
-        raise DataError(f"{where}: no column {column!r}; columns are: {there} (see text_column)")
-    if not isinstance(row[column], str):
-        raise DataError(f"{where}: column {column!r} holds {row[column]!r:.40}, which is no text")
-    return row[column]
-
-
-def read_jsonl(path: Path, column: str) -> Iterator[tuple[str, int]]:
-    """Yield the stories of a file of one JSON object a line, each with the offset of its end."""
-    for number, (offset, line) in enumerate(read_lines(path), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(decode_utf8(line, path, offset))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{path}, line {number} is not JSON: {error}") from error
-        yield pick(row, column, f"{path}, line {number}"), offset + len(line)
-
-
 def read_parquet(path: Path, column: str) -> Iterator[tuple[str, int]]:
     """Yield the stories of a Parquet file, each with its share of the file's bytes."""
     import pyarrow.parquet as parquet  # type: ignore[import-untyped]  # slow to import
@@ -190,7 +149,7 @@ def read_file(path: Path, column: str, separator: str) -> Iterator[tuple[str, in
         return read_txt(path, separator)
     return read_jsonl(path, column) if suffix == ".jsonl" else read_parquet(path, column)
 
-
+# %% ../../chapters/02c_sources.ipynb #136db428
 def find_files(path: Path) -> list[Path]:
     """Return the file `path`, or those of a known kind below a folder, in the order of names.
 
@@ -246,7 +205,7 @@ def watch(chunks: Iterable[Chunk], bar: tqdm) -> Iterator[Chunk]:
         yield chunk
         bar.update(chunk.done)
 
-
+# %% ../../chapters/02c_sources.ipynb #d50ed7c4
 def map_in_order(
     function: Callable[[Any], Any], items: Iterable[Any], workers: int
 ) -> Iterator[Any]:
@@ -264,7 +223,7 @@ def map_in_order(
             for future in ahead:
                 future.cancel()
 
-
+# %% ../../chapters/02c_sources.ipynb #7f59c03d
 def interleave(readers: list[Iterator[Chunk]], workers: int) -> Iterator[Chunk]:
     """Yield a chunk of each reader in turn, while the next ones are read in `workers` threads."""
     with ThreadPoolExecutor(workers) as pool:
@@ -283,27 +242,6 @@ def shard_chunks(rows: Any, split: str) -> Iterator[Chunk]:
             pick(dict.fromkeys(table.column_names), "text", HUB_NAME)
         yield Chunk(table["text"].to_pylist(), len(table), HUB_NAME, split)
 
-
-def hub_chunks(workers: int) -> Iterator[Chunk]:
-    """Stream TinyStories from the hub, its shards in parallel, with the splits it comes in.
-
-    Raises:
-        DataError: the hub cannot be reached, or fails on the way; the message says what else works.
-    """
-    if obstacle := hub_obstacle():
-        raise DataError(f"the Hugging Face hub cannot be reached ({obstacle}). {OFFLINE}")
-    import datasets  # takes two seconds to import
-
-    try:
-        for split, hub_split in (("train", "train"), ("val", "validation")):
-            rows = datasets.load_dataset(HUB_NAME, split=hub_split, streaming=True)
-            shards = [rows.shard(rows.num_shards, index) for index in range(rows.num_shards)]
-            yield from interleave([shard_chunks(shard, split) for shard in shards], workers)
-    except DataError:
-        raise
-    except Exception as error:  # of datasets, its hub client, or the network below
-        raise DataError(f"reading {HUB_NAME} from the hub failed: {error}. {OFFLINE}") from error
-
 # %% ../../chapters/02c_sources.ipynb #982deb83
 HUB_NAME = "roneneldan/TinyStories"
 HUB_STORIES = 2_119_719 + 21_990  # [TinyStories], training and validation
@@ -312,7 +250,7 @@ OFFLINE = (
     "in a .txt, .jsonl or .parquet file"
 )
 
-
+# %% ../../chapters/02c_sources.ipynb #dc37508c
 def hub_obstacle(seconds: float = 20.0) -> str | None:
     """Return why the Hugging Face hub cannot be reached, or None if it answers in time."""
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
@@ -337,50 +275,6 @@ def hub_obstacle(seconds: float = 20.0) -> str | None:
     return answer[0] if answer else f"{url}: no answer within {seconds:.0f} s"
 
 # %% ../../chapters/02c_sources.ipynb #b3ff48ce
-def watch(chunks: Iterable[Chunk], bar: tqdm) -> Iterator[Chunk]:
-    """Pass chunks on, and show how much has been read."""
-    for chunk in chunks:
-        yield chunk
-        bar.update(chunk.done)
-
-
-def map_in_order(
-    function: Callable[[Any], Any], items: Iterable[Any], workers: int
-) -> Iterator[Any]:
-    """Yield function(item) for each item in turn, computed by threads a few items ahead."""
-    with ThreadPoolExecutor(workers) as pool:
-        ahead: deque[Future] = deque()
-        try:
-            for item in items:
-                ahead.append(pool.submit(function, item))
-                if len(ahead) > 2 * workers:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-        finally:
-            for future in ahead:
-                future.cancel()
-
-
-def interleave(readers: list[Iterator[Chunk]], workers: int) -> Iterator[Chunk]:
-    """Yield a chunk of each reader in turn, while the next ones are read in `workers` threads."""
-    with ThreadPoolExecutor(workers) as pool:
-        waiting = deque((reader, pool.submit(next, reader, None)) for reader in readers)
-        while waiting:
-            reader, future = waiting.popleft()
-            if (chunk := future.result()) is not None:
-                waiting.append((reader, pool.submit(next, reader, None)))
-                yield chunk
-
-
-def shard_chunks(rows: Any, split: str) -> Iterator[Chunk]:
-    """Yield the stories of a streamed shard, a `datasets.IterableDataset`; progress in stories."""
-    for table in rows.with_format("arrow").iter(batch_size=1000):
-        if "text" not in table.column_names:
-            pick(dict.fromkeys(table.column_names), "text", HUB_NAME)
-        yield Chunk(table["text"].to_pylist(), len(table), HUB_NAME, split)
-
-
 def hub_chunks(workers: int) -> Iterator[Chunk]:
     """Stream TinyStories from the hub, its shards in parallel, with the splits it comes in.
 
