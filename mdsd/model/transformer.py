@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..config import ConfigError, ModelConfig
 from .mla import LatentCache, MultiHeadLatentAttention
 from .moe import Gate, MixtureOfExperts, RouterStats, SwiGLU
-from .mtp import IGNORED, MTPModule, shift_targets
+from .mtp import IGNORED, MTPModule
 from .rope import rotation
 
 # %% ../../chapters/07_transformer.ipynb #7acc92f6
@@ -151,18 +151,21 @@ class MiniDeepSeek(Trunk):
         """Logits (B, T, V) in float32 of tokens (B, T), or `Losses` against targets (B, T).
 
         Targets are the tokens one place on; −100 marks those without a loss. A `cache` holds the
-        tokens before these and is extended by these. Too long a sequence is a `ConfigError`.
+        tokens before these and is extended by these. Too many or too few tokens: `ConfigError`.
         """
         cos_sin = angles(self.config, tokens, cache)
+        if targets is not None and tokens.shape[1] <= len(self.mtp):
+            raise ConfigError(
+                f"{tokens.shape[1]} tokens are too few for {len(self.mtp)} MTP modules"
+            )
         h, reports = self.states(tokens, cos_sin, cache)
         if targets is None:
             return self.lm_head(h).float()
         main, mtp = cross_entropy(self.lm_head(h), targets), []
         for k, module in enumerate(self.mtp, start=1):
-            # The last k places know no token that far ahead; they have no target either.
-            ahead = shift_targets(tokens, k).clamp(min=0)
-            h, report = module(h, self.embed_tokens(ahead), cos_sin)
-            mtp.append(cross_entropy(self.lm_head(h), shift_targets(targets, k)))
+            h, cos_sin = h[:, :-1], cos_sin[:, :-1]  # the last place has no token k places on
+            h, report = module(h, self.embed_tokens(tokens[:, k:]), cos_sin)
+            mtp.append(cross_entropy(self.lm_head(h), targets[:, k:]))
             reports.append(report)
         router = join_reports(reports, self.config.n_routed_experts)
         return Losses(main, torch.stack(mtp) if mtp else main.new_zeros(0), *router)
