@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # %% auto #0
 __all__ = ['GENDER', 'Node', 'TEMPLATE_TOKEN', 'Word', 'make_word', 'read_words', 'Say', 'Fill', 'Choose', 'split_template',
@@ -79,9 +79,9 @@ Node = Say | Fill | Choose
 TEMPLATE_TOKEN = re.compile(r"\{(\w+)(?:\.(\w+))?\}|([\[\]|])|([^\[\]|{}]+)")
 
 
-def split_template(tokens: Iterator[re.Match[str]]) -> list[list]:
+def split_template(tokens: Iterator[re.Match[str]]) -> list[list[Any]]:
     """Read up to the closing bracket: alternatives, each a list of texts, slots and choices."""
-    options: list[list] = [[]]
+    options: list[list[Any]] = [[]]
     for token in tokens:
         slot, form, mark, text = token.groups()
         if mark == "[":
@@ -98,7 +98,7 @@ def split_template(tokens: Iterator[re.Match[str]]) -> list[list]:
     return options
 
 # %% ../../chapters/02a_grammar.ipynb #b495685a
-def link(parts: list, then: Node | None) -> Node | None:
+def link(parts: list[Any], then: Node | None) -> Node | None:
     """Chain the parts of a template in front of `then`, from the last to the first."""
     for part in reversed(parts):
         if isinstance(part, list):
