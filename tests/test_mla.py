@@ -270,10 +270,11 @@ def test_a_cache_cut_back_continues_from_there():
     torch.testing.assert_close(again, whole(attention, h[:, :6]), atol=1e-5, rtol=1e-4)
 
 
-def test_a_cache_of_another_batch_size_is_refused():
+@pytest.mark.parametrize("batch", [1, 2])
+def test_a_cache_of_another_batch_size_is_refused(batch):
     config = CONFIGS["query latent"]
     with pytest.raises(RuntimeError, match="size"):
-        LatentCache(config, 2).extend(0, torch.randn(3, 4, config.cache_width))
+        LatentCache(config, batch).extend(0, torch.randn(3, 4, config.cache_width))
 
 
 # The parts.
