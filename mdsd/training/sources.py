@@ -211,7 +211,7 @@ def map_in_order(
 ) -> Iterator[Any]:
     """Yield function(item) for each item in turn, computed by threads a few items ahead."""
     with ThreadPoolExecutor(workers) as pool:
-        ahead: deque[Future] = deque()
+        ahead: deque[Future[Any]] = deque()
         try:
             for item in items:
                 ahead.append(pool.submit(function, item))
