@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from ..config import ModelConfig
 from torch import Tensor, nn
+
+from ..config import ModelConfig
 
 # %% ../../chapters/05_moe.ipynb #f7ae6077
 class SwiGLU(nn.Module):
