@@ -49,7 +49,7 @@ lab: $(READER)
 	$(PY) -m jupyterlab chapters
 
 book: $(READER)
-	$(PY) -m jupyter_book build book --warningiserror --nitpick --keep-going
+	$(VENV)/bin/jupyter-book build book --warningiserror --nitpick --keep-going
 
 test: $(DEVELOPER)
 	$(PY) -m pytest --nbval -n $(JOBS)
