@@ -15,10 +15,12 @@ import tyro
 
 from mdsd.config import PRESETS, MdsdError, ModelConfig, preset
 from mdsd.model.generate import Sampling, sample_stories, tell_story
+from mdsd.training.checkpoint import load_run
 from mdsd.training.corpus import check_story
 from mdsd.training.data import TokenData
-from mdsd.training.loop import TrainConfig, load_run, train
+from mdsd.training.loop import train
 from mdsd.training.prepare import PrepareConfig, prepare
+from mdsd.training.step import TrainConfig
 
 Flat = tyro.conf.arg(name="")  # a nested class whose options carry no prefix
 Model = Annotated[ModelConfig, tyro.conf.AvoidSubcommands]
