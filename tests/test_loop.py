@@ -92,6 +92,7 @@ def assert_same_run(first: Path, second: Path) -> None:
         torch.load(checkpoints(run)[-1].path / "training.pt", weights_only=True)
         for run in (first, second)
     )
+    assert one["scaler"] == other["scaler"]
     for index, moments in one["optimizer"]["state"].items():
         for name, value in moments.items():
             assert torch.equal(value, other["optimizer"]["state"][index][name]), (index, name)
@@ -146,9 +147,9 @@ from pathlib import Path
 import json
 settings = json.loads(sys.argv[1])
 paths = {name: Path(settings.pop(name)) for name in ("data", "out")}
-def slow(*arguments):
-    time.sleep(0.05)
-    return train_step(*arguments)
+def slow(state, *arguments):
+    time.sleep(0.05 if state.step < 20 else 600)  # long enough to be killed however slow we look
+    return train_step(state, *arguments)
 train(TrainConfig(**settings, **paths), from_dict(json.loads(sys.argv[2])), step=slow)
 """
 
@@ -165,9 +166,10 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(config, model):
     process = subprocess.Popen(
         [sys.executable, "-c", SLOW_RUN, *arguments], stderr=subprocess.DEVNULL
     )
-    log, deadline = config.out / "log.jsonl", time.monotonic() + 60
+    log, deadline = config.out / "log.jsonl", time.monotonic() + 240
     while len(read_log(log)) < 8 and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.01)
+    assert len(read_log(log)) >= 8, "the run did not start"
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the run ended before it was killed"
     with log.open("a", encoding="utf-8") as file:
