@@ -220,6 +220,22 @@ def test_the_last_and_the_best_checkpoint_stay(config, model):
     assert torch.equal(loaded.lm_head.weight, best["lm_head.weight"])
 
 
+def test_a_resumed_run_remembers_its_best_loss(config, model):
+    with pytest.raises(Interrupted):
+        train(config, model, step=stop_after(5))
+    best = checkpoints(config.out)[-1].best_loss
+
+    def ruined(state, config, x, y):
+        report = train_step(state, config, x, y)
+        with torch.no_grad():
+            state.model.lm_head.weight.mul_(2)
+        return report
+
+    train(replace(config, resume=True), model, step=ruined)
+    assert checkpoints(config.out)[-1].validation_loss > best
+    assert checkpoints(config.out)[-1].best_loss == best
+
+
 def test_load_run_needs_no_data_set(config, model):
     state = train(config, model)
     tokenizer = TokenData(config.data).tokenizer
