@@ -197,3 +197,7 @@ def test_dropping_the_modules_leaves_the_predictions():
     before = model(tokens)
     model.mtp = nn.ModuleList()
     assert torch.equal(model(tokens), before)
+
+
+def test_ignored_is_the_value_that_torch_ignores():
+    assert nn.CrossEntropyLoss().ignore_index == IGNORED
