@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ModelConfig
+from .mla import RMSNorm
 from .moe import RouterStats
 
 # %% ../../chapters/06_mtp.ipynb #b64b5c4e
@@ -26,11 +27,11 @@ class MTPModule(nn.Module):
     def __init__(self, config: ModelConfig, block: nn.Module) -> None:
         super().__init__()
         width = config.hidden_size
-        self.enorm = nn.RMSNorm(width, eps=config.rms_norm_eps)
-        self.hnorm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.enorm = RMSNorm(width, eps=config.rms_norm_eps)
+        self.hnorm = RMSNorm(width, eps=config.rms_norm_eps)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)  # M_k, the embedding's columns first
         self.block = block
-        self.norm = nn.RMSNorm(width, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(width, eps=config.rms_norm_eps)
 
     def forward(
         self, h: Tensor, embedded: Tensor, cos_sin: Tensor

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import ConfigError, ModelConfig
-from .mla import LatentCache, MultiHeadLatentAttention
-from .moe import Gate, MixtureOfExperts, RouterStats, SwiGLU
+from .mla import LatentCache, MultiHeadLatentAttention, RMSNorm
+from .moe import Gate, MixtureOfExperts, RouterStats, SwiGLU, bias_step
 from .mtp import IGNORED, MTPModule
 from .rope import rotation
 
@@ -32,9 +32,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = MultiHeadLatentAttention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = (
             SwiGLU(config.hidden_size, config.intermediate_size)
             if config.is_dense(layer)
@@ -75,7 +75,7 @@ class Trunk(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def states(
         self, tokens: Tensor, cos_sin: Tensor, cache: LatentCache | None = None
@@ -96,8 +96,8 @@ class Trunk(nn.Module):
     @torch.no_grad()
     def update_balance_bias(self, expert_load: Tensor, speed: float) -> None:
         """b_i += γ·sign(mean load − load_i) from one optimizer step's load (L, E) [ALF] alg. 1."""
-        for gate, load in zip(self.gates(), expert_load.float(), strict=True):
-            gate.e_score_correction_bias += speed * (load.mean() - load).sign()
+        for gate, load in zip(self.gates(), expert_load, strict=True):
+            gate.e_score_correction_bias += bias_step(load, speed)
 
 # %% ../../chapters/07_transformer.ipynb #1e82b514
 class Losses(NamedTuple):
