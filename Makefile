@@ -43,7 +43,7 @@ $(RUN)/loss.png: | $(DATA)/meta.json
 	$(PY) -m mdsd train --data $(DATA) --preset tiny --out $(RUN) $(if $(wildcard $(RUN)),--resume)
 
 quickstart: $(READER) $(RUN)/loss.png
-	$(PY) -m mdsd evaluate --run $(RUN) --stories 3
+	$(PY) -m mdsd evaluate --run $(RUN)
 
 lab: $(READER)
 	$(PY) -m jupyterlab chapters

@@ -20,7 +20,7 @@ class MdsdError(Exception):
     """Base of every error that a user can cause: it says what was wrong and what to do."""
 
 
-class ConfigError(MdsdError, ValueError):
+class ConfigError(MdsdError):
     """A setting that no model can have, alone or together with the others."""
 
 # %% ../chapters/01_config.ipynb #c3a12f70
