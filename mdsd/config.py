@@ -341,6 +341,7 @@ TINY = ModelConfig(
     routed_scaling_factor=1.0,
     num_nextn_predict_layers=1,
     max_position_embeddings=512,
+    initializer_range=0.09,  # 1/sqrt(hidden_size): a matrix keeps the scale of a normed input
 )
 
 # %% ../chapters/01_config.ipynb #477ce829
@@ -364,6 +365,7 @@ MINI = ModelConfig(
     routed_scaling_factor=2.5,
     num_nextn_predict_layers=1,
     max_position_embeddings=1024,
+    initializer_range=0.044,
 )
 
 # %% ../chapters/01_config.ipynb #7b1770a8

@@ -40,8 +40,8 @@ from mdsd.training.grammar import (
 # A change of these texts makes every data set prepared before another one.
 EASY_1 = (
     "One windy day, Sam was in the yard with a yellow bell. It was new. Then Sam lost "
-    'the bell. He looked and looked. He was very sad. "Have you seen my yellow bell?" '
-    'Sam asked Tom. Tom went to look behind a log. The bell was there! "Thank you, '
+    'the yellow bell. He looked and looked. He was very sad. "Have you seen my yellow bell?" '
+    'Sam asked Tom. Tom went to look behind a log. The yellow bell was there! "Thank you, '
     'Tom!" said Sam. Then they ate an apple and went home.'
 )
 RICH_1 = (
