@@ -5,6 +5,7 @@ The options are the fields of the configuration classes; a user's mistake ends i
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,7 +15,7 @@ from typing import Annotated
 
 import tyro
 
-from mdsd.config import PRESETS, MdsdError, ModelConfig, preset
+from mdsd.config import PRESETS, ConfigError, MdsdError, ModelConfig, preset
 from mdsd.model.generate import Sampling, sample_stories, story_loss, tell_story
 from mdsd.training.checkpoint import load_run
 from mdsd.training.corpus import Level, check_story, entropy_per_token, generate_stories
@@ -36,7 +37,8 @@ def say(*lines: str) -> None:
 def prepare_command(config: Annotated[PrepareConfig, Flat]) -> None:
     """Turn stories into token files that training reads.
 
-    For example: mdsd prepare --source bundled --out datasets/little-world
+    For example:
+      mdsd prepare --source bundled --out datasets/little-world
     """
     meta = prepare(config)
     train_split, val = meta["splits"]["train"], meta["splits"]["val"]
@@ -65,7 +67,8 @@ def sample_command(
 ) -> None:
     """Tell a story on standard output.
 
-    For example: mdsd sample --run runs/tiny --prompt "One day," --temperature 0.8 --seed 1
+    For example:
+      mdsd sample --run runs/tiny --prompt "One day," --temperature 0.8 --seed 1
     """
     model, tokenizer = load_run(config.run, config.device)
     for piece in tell_story(model, tokenizer, config.prompt, config.max_new_tokens, sampling):
@@ -90,13 +93,18 @@ class EvaluateConfig:
     device: str = "cpu"
     """cpu, cuda or mps."""
 
+    def __post_init__(self) -> None:
+        if self.stories < 1:
+            raise ConfigError(f"stories is {self.stories}; tell at least 1")
+
 
 def evaluate_command(
     config: Annotated[EvaluateConfig, Flat], sampling: Annotated[Sampling, Flat]
 ) -> None:
     """Tell stories and count the coherent ones (for models of the bundled corpus).
 
-    For example: mdsd evaluate --run runs/tiny --stories 200 --seed 1
+    For example:
+      mdsd evaluate --run runs/tiny --stories 200 --seed 1
     """
     model, tokenizer = load_run(config.run, config.device)
     stories = sample_stories(
@@ -125,8 +133,10 @@ def train_command_for(default: ModelConfig) -> Callable[..., None]:
     def train_command(config: Annotated[TrainConfig, Flat], model: Model = default) -> None:
         """Train a model on a prepared data set.
 
-        For example: mdsd train --data datasets/little-world --preset tiny --out runs/tiny
-        The model's numbers are the preset's where you give no other; its vocabulary is the data's.
+        For example:
+          mdsd train --data datasets/little-world --preset tiny --out runs/tiny
+
+        Numbers of the model that you do not give are the preset's or the data's.
         """
         if model.vocab_size == default.vocab_size:  # none was asked for
             model = replace(model, vocab_size=TokenData(config.data).meta["vocab_size"])
@@ -151,6 +161,9 @@ def preset_in(arguments: list[str]) -> ModelConfig:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit status is 0, or 1 after a mistake that it has explained."""
     arguments = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a Windows pipe has no λ: let it be "?"
+            stream.reconfigure(errors="replace")
     try:
         tyro.extras.subcommand_cli_from_dict(
             {
