@@ -20,7 +20,7 @@ from .transformer import MiniDeepSeek
 from ..training.tokenizer import Tokenizer
 
 # %% auto #0
-__all__ = ['Sampling', 'keep_top_k', 'keep_top_p', 'next_token', 'generate_rows', 'check_prompt', 'generate', 'stream_text',
+__all__ = ['Sampling', 'keep_top_k', 'keep_top_p', 'next_token', 'check_prompt', 'generate_rows', 'generate', 'stream_text',
            'prompt_ids', 'tell_story', 'sample_stories', 'story_loss']
 
 # %% ../../chapters/09_generation.ipynb #2111c97c
@@ -76,6 +76,15 @@ def next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -
     return probability.multinomial(1, generator=generator)[:, 0].to(logits.device)
 
 # %% ../../chapters/09_generation.ipynb #5a5e34cf
+def check_prompt(model: MiniDeepSeek, prompt: Tensor) -> None:
+    """Raise a `ConfigError` if `prompt` (B, T) leaves the model nothing to go on from."""
+    limit = model.config.max_position_embeddings
+    if prompt.shape[1] == 0:
+        raise ConfigError("the prompt is empty; begin with the end-of-text token")
+    if prompt.shape[1] > limit:
+        raise ConfigError(f"the prompt has {prompt.shape[1]} tokens; the model reads {limit}")
+
+# %% ../../chapters/09_generation.ipynb #7483c945
 @torch.inference_mode()
 def generate_rows(
     model: MiniDeepSeek,
@@ -111,15 +120,6 @@ def generate_rows(
             return
         unread = token[:, None]
         text = torch.cat([text, unread], dim=1)
-
-
-def check_prompt(model: MiniDeepSeek, prompt: Tensor) -> None:
-    """Raise a `ConfigError` if `prompt` (B, T) leaves the model nothing to go on from."""
-    limit = model.config.max_position_embeddings
-    if prompt.shape[1] == 0:
-        raise ConfigError("the prompt is empty; begin with the end-of-text token")
-    if prompt.shape[1] > limit:
-        raise ConfigError(f"the prompt has {prompt.shape[1]} tokens; the model reads {limit}")
 
 # %% ../../chapters/09_generation.ipynb #b414b81e
 def generate(
