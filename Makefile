@@ -7,6 +7,9 @@ PY := $(VENV)/bin/python
 READER := $(VENV)/.reader
 DEVELOPER := $(VENV)/.developer
 
+# Threads that wait asleep: see mdsd/__init__.py. Here for the notebooks, which import torch first.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 DATA := datasets/little-world
 RUN := runs/quickstart
 
@@ -52,7 +55,7 @@ book: $(READER)
 	$(VENV)/bin/jupyter-book build book --warningiserror --nitpick --keep-going
 
 test: $(DEVELOPER)
-	$(PY) -m pytest --nbval -n $(JOBS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest --nbval -n $(JOBS)
 
 check: $(DEVELOPER)
 	$(PY) -m ruff check .

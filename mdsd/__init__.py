@@ -4,6 +4,12 @@
 below hold the rest.
 """
 
+import os
+
+# torch's threads wait for each other by spinning, and on a processor that other programs use too a
+# step can take ten times as long and more. Asleep they wait at little cost; torch reads this once.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from mdsd.config import PRESETS, ConfigError, MdsdError, ModelConfig, preset
 from mdsd.model.generate import Sampling, generate, sample_stories, tell_story
 from mdsd.model.mla import LatentCache
