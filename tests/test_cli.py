@@ -103,7 +103,7 @@ def test_help_explains_every_option(command, capsys, monkeypatch):
 
 def test_help_shows_the_numbers_of_the_preset(capsys, monkeypatch):
     text = help_text(capsys, monkeypatch, "train", "--preset", "mini")
-    assert f"(default: {PRESETS['mini'].hidden_size})" in text
+    assert f"(default: {PRESETS['mini'].intermediate_size})" in text
 
 
 @pytest.mark.parametrize("arguments", ["--preset mini", "--out x --preset=mini --steps 3"])
@@ -220,6 +220,8 @@ def test_a_mistake_is_explained_in_one_line(mistake, data, run, tmp_path, ask, m
     command, words = MISTAKES[mistake]
     places = {"{data}": data, "{run}": run, "{file}": tmp_path / "empty.txt"}
     arguments = command.split()
+    if "train" in arguments and "--steps" not in arguments:
+        arguments += ["--steps", "1"]  # should the mistake be let through
     for name, path in places.items():
         arguments = [argument.replace(name, str(path)) for argument in arguments]
     assert words in explained(*ask(*arguments))
