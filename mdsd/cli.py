@@ -6,6 +6,7 @@ The options are the fields of the configuration classes; a user's mistake ends i
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Annotated
 
 import tyro
 
-from mdsd.config import PRESETS, ConfigError, MdsdError, ModelConfig, preset
+from mdsd.config import PRESETS, ConfigError, MdsdError, ModelConfig, count_parameters, preset
 from mdsd.model.generate import Sampling, sample_stories, story_loss, tell_story
 from mdsd.training.checkpoint import load_run
 from mdsd.training.corpus import Level, check_story, entropy_per_token, generate_stories
@@ -26,6 +27,7 @@ from mdsd.training.step import TrainConfig
 
 Flat = tyro.conf.arg(name="")  # a nested class whose options carry no prefix
 Model = Annotated[ModelConfig, tyro.conf.AvoidSubcommands]
+LARGEST = 10**10  # parameters
 FRESH = 1_000_003  # a seed of stories that nobody prepares by accident
 
 
@@ -127,6 +129,16 @@ def evaluate_command(
     )
 
 
+def check_size(model: ModelConfig) -> None:
+    """Raise a `ConfigError` if the model is one that only a cluster could train."""
+    total = count_parameters(model).total
+    if total > LARGEST:  # weights, gradients and AdamW's two moments in float32: 16 bytes each
+        raise ConfigError(
+            f"a model of {total / 1e9:.0f} billion parameters needs {16 * total / 2**30:,.0f} GiB "
+            "to train; choose --preset tiny or mini"
+        )
+
+
 def train_command_for(default: ModelConfig) -> Callable[..., None]:
     """The train command with the numbers of `default` as the model's defaults."""
 
@@ -140,6 +152,7 @@ def train_command_for(default: ModelConfig) -> Callable[..., None]:
         """
         if model.vocab_size == default.vocab_size:  # none was asked for
             model = replace(model, vocab_size=TokenData(config.data).meta["vocab_size"])
+        check_size(model)
         train(config, model)
         say(
             f"Trained. The loss curve is {config.out / 'loss.png'}. What to do next:",
@@ -151,11 +164,12 @@ def train_command_for(default: ModelConfig) -> Callable[..., None]:
 
 def preset_in(arguments: list[str]) -> ModelConfig:
     """The model that `--preset` names: its numbers are the defaults of the model's options."""
+    chosen = PRESETS["tiny"]
     for number, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         if name == "--preset":
-            return preset(value or "".join(arguments[number + 1 : number + 2]))
-    return PRESETS["tiny"]
+            chosen = preset(value or "".join(arguments[number + 1 : number + 2]))
+    return chosen
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -176,6 +190,9 @@ def main(arguments: list[str] | None = None) -> int:
             description="Build, train and question a mini DeepSeek-V3.",
             args=arguments,
         )
+    except BrokenPipeError:  # whoever read our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (MdsdError, OSError) as error:  # what the library refuses, and a full or absent disk
         say(f"mdsd: {error}")
         return 1

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..config import ConfigError
 from .mla import LatentCache
 from .mtp import IGNORED
-from .transformer import MiniDeepSeek
+from .transformer import MiniDeepSeek, cross_entropy
 from ..training.tokenizer import Tokenizer
 
 # %% auto #0
@@ -38,12 +38,16 @@ class Sampling:
     """The same seed tells the same story."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature is {self.temperature}; use 0 (greedy) or more")
+        if self.temperature != 0 and not 1e-3 <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"temperature is {self.temperature}; use 0 (greedy) or 0.001 and more"
+            )
         if self.top_k is not None and self.top_k < 1:
             raise ConfigError(f"top_k is {self.top_k}; keep at least 1 token")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; use a probability above 0, up to 1")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed is {self.seed}; use a number from 0 up to 2**63")
 
 # %% ../../chapters/09_generation.ipynb #2a3efb9d
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
@@ -169,6 +173,7 @@ def tell_story(
 ) -> Iterator[str]:
     """Tell one story that begins with `prompt`, piece by piece, until it ends."""
     start, stop = prompt_ids(tokenizer, prompt), tokenizer.eot_id
+    check_prompt(model, torch.tensor([start]))  # before anything is told
     yield prompt
     yield from stream_text(
         tokenizer, generate(model, start, max_new_tokens, sampling, stop_id=stop)
@@ -196,7 +201,13 @@ def sample_stories(
 # %% ../../chapters/09_generation.ipynb #b0d535e2
 @torch.inference_mode()
 def story_loss(model: MiniDeepSeek, tokenizer: Tokenizer, stories: Sequence[str]) -> float:
-    """Mean loss in nats a token over `stories`, each read alone from its beginning to its end."""
+    """Mean loss in nats a token over `stories`, each read alone from its beginning to its end.
+
+    Raises:
+        ConfigError: there are no stories.
+    """
+    if not stories:
+        raise ConfigError("there are no stories to measure the loss of")
     device, total, count = model.embed_tokens.weight.device, 0.0, 0
     for first in range(0, len(stories), 32):
         rows = [
@@ -206,6 +217,7 @@ def story_loss(model: MiniDeepSeek, tokenizer: Tokenizer, stories: Sequence[str]
         padded = pad_sequence(rows, batch_first=True, padding_value=IGNORED)  # (B, T+1)
         targets = padded[:, 1:]
         tokens = int((targets != IGNORED).sum())
-        total += tokens * float(model(padded[:, :-1].clamp(min=0), targets).main)
+        logits = model(padded[:, :-1].clamp(min=0))
+        total += tokens * float(cross_entropy(logits, targets))
         count += tokens
     return total / count

@@ -93,6 +93,8 @@ def check_settings(config: TrainConfig) -> None:
     for name in "steps batch_size seq_len eval_every eval_batches save_every keep".split():
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} is {getattr(config, name)}; it must be at least 1")
+    if config.seed >= 2**63:
+        raise ConfigError(f"seed is {config.seed}; it must be less than 2**63")
     for name in "learning_rate grad_clip".split():
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigError(f"{name} is {getattr(config, name)}; it must be greater than 0")
