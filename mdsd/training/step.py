@@ -69,7 +69,7 @@ class TrainConfig(RunConfig):
     """Sequences a step."""
     seq_len: int = 128
     """Tokens a sequence."""
-    learning_rate: float = 3e-3
+    learning_rate: float = 2e-3
     """Peak of the learning rate."""
     warmup_steps: int = 100
     """Steps in which the learning rate rises to its peak."""
