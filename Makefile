@@ -7,8 +7,8 @@ PY := $(VENV)/bin/python
 READER := $(VENV)/.reader
 DEVELOPER := $(VENV)/.developer
 
-# Threads that wait asleep: see mdsd/__init__.py. Here for the notebooks, which import torch first.
-export OMP_WAIT_POLICY ?= PASSIVE
+# How long threads spin while they wait: see mdsd/__init__.py. Here for the notebooks, which import torch first.
+export GOMP_SPINCOUNT ?= 1000
 
 DATA := datasets/little-world
 RUN := runs/quickstart

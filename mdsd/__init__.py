@@ -6,9 +6,9 @@ below hold the rest.
 
 import os
 
-# torch's threads wait for each other by spinning, and on a processor that other programs use too a
-# step can take ten times as long and more. Asleep they wait at little cost; torch reads this once.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# On Linux torch's threads spin while they wait for each other, so long that on a processor which
+# other programs use too a step takes ten times as long. It has to be said before torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from mdsd.config import PRESETS, ConfigError, MdsdError, ModelConfig, preset
 from mdsd.model.generate import Sampling, generate, sample_stories, tell_story

@@ -63,7 +63,7 @@ class RunConfig:
 class TrainConfig(RunConfig):
     """Every choice of a training run: `RunConfig` and the recipe."""
 
-    steps: int = 1500
+    steps: int = 1440
     """Optimizer steps."""
     batch_size: int = 16
     """Sequences a step."""
