@@ -10,7 +10,7 @@ DEVELOPER := $(VENV)/.developer
 # How long threads spin while they wait: see mdsd/__init__.py. Here for the notebooks, which import torch first.
 export GOMP_SPINCOUNT ?= 1000
 
-DATA := datasets/little-world
+DATA := prepared/little-world
 RUN := runs/quickstart
 
 .DEFAULT_GOAL := help

@@ -40,7 +40,7 @@ def prepare_command(config: Annotated[PrepareConfig, Flat]) -> None:
     """Turn stories into token files that training reads.
 
     For example:
-      mdsd prepare --source bundled --out datasets/little-world
+      mdsd prepare --source bundled --out prepared/little-world
     """
     meta = prepare(config)
     train_split, val = meta["splits"]["train"], meta["splits"]["val"]
@@ -146,7 +146,7 @@ def train_command_for(default: ModelConfig) -> Callable[..., None]:
         """Train a model on a prepared data set.
 
         For example:
-          mdsd train --data datasets/little-world --preset tiny --out runs/tiny
+          mdsd train --data prepared/little-world --preset tiny --out runs/tiny
 
         Numbers of the model that you do not give are the preset's or the data's.
         """

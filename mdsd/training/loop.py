@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 # %% auto #0
 __all__ = ['read_log', 'open_log', 'loss_record', 'draw_losses', 'plot_log', 'Interrupted', 'stop_on_signal', 'check_lengths',
@@ -87,7 +88,10 @@ def loss_record(losses: Losses) -> dict[str, Any]:
 
 # %% ../../chapters/08c_training.ipynb #961f054c
 def draw_losses(axes: Axes, log: list[dict[str, Any]]) -> None:
-    """Draw main and MTP losses of a log, on training batches (thin) and validation (dots)."""
+    """Draw main and MTP losses of a log, on training batches (thin) and validation (dots).
+
+    The losses are on a logarithmic axis: late in a run, tenths matter.
+    """
     for name, label, color in (("main", "main", PALETTE[0]), ("mtp", "MTP", PALETTE[1])):
         for split, style in (("train", {"alpha": 0.5, "lw": 0.8}), ("val", {"marker": "o"})):
             lines = [line for line in log if line["split"] == split and np.size(line[name])]
@@ -95,7 +99,10 @@ def draw_losses(axes: Axes, log: list[dict[str, Any]]) -> None:
                 values = [np.mean(line[name]) for line in lines]
                 steps = [line["step"] for line in lines]
                 axes.plot(steps, values, color=color, label=f"{label}, {split}", **style)
-    axes.set(xlabel="step", ylabel="loss (nats a token)")
+    axes.set(xlabel="step", ylabel="loss (nats a token)", yscale="log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
     axes.legend()
 
 # %% ../../chapters/08c_training.ipynb #2022fe76
