@@ -185,7 +185,7 @@ MISTAKES = {  # arguments → words of the explanation
     "unknown device": ("sample --run {run} --device abacus", "this machine has"),
     "top-p in percent": ("sample --run {run} --top-p 90", "up to 1"),
     "top-k of none": ("sample --run {run} --top-k 0", "at least 1"),
-    "negative temperature": ("sample --run {run} --temperature -1", "0 (greedy) or more"),
+    "negative temperature": ("sample --run {run} --temperature -1", "0 (greedy) or 0.001"),
     "missing data": ("train --data nowhere --out new", "mdsd prepare"),
     "unknown preset": ("train --data {data} --out new --preset huge", "tiny, mini"),
     "impossible experts": ("train --data {data} --out new --model.n-routed-experts 7", "n_group"),

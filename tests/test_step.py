@@ -103,8 +103,10 @@ def test_one_step_is_adamw_as_published():
 
 def test_first_loss_is_that_of_guessing():
     losses = initial_state(settings(), SMALL).model(*sample())
-    assert abs(losses.main.item() - math.log(64)) < 0.1
-    assert (losses.mtp - math.log(64)).abs().max() < 0.1
+    # Random logits have the variance D·std², which adds half of it to ln V (chapter 7).
+    expected = math.log(64) + SMALL.hidden_size * SMALL.initializer_range**2 / 2
+    assert abs(losses.main.item() - expected) < 0.2
+    assert (losses.mtp - expected).abs().max() < 0.2
 
 
 def test_one_batch_is_learned_by_heart():

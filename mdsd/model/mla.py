@@ -20,12 +20,13 @@ def split_heads(x: Tensor, heads: int, *widths: int) -> tuple[Tensor, ...]:
 
 # %% ../../chapters/04_mla.ipynb #7a1dfa3c
 class RMSNorm(nn.RMSNorm):
-    """RMSNorm in float32, whatever the dtype around it [RMSNorm] (4)."""
+    """RMSNorm in float32 at least, whatever the dtype around it [RMSNorm] (4)."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Scale x (…, D) to a mean square of 1, times the weight; shape and dtype stay."""
-        weight = None if self.weight is None else self.weight.float()
-        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)
+        wide = torch.promote_types(x.dtype, torch.float32)  # float64 stays float64
+        weight = None if self.weight is None else self.weight.to(wide)
+        return F.rms_norm(x.to(wide), self.normalized_shape, weight, self.eps).type_as(x)
 
 # %% ../../chapters/04_mla.ipynb #34a9ac2c
 class LatentProjections(nn.Module):
