@@ -1,8 +1,12 @@
 """Settings that the tests and the chapters share, wherever pytest is started."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+# For the tests that import torch before mdsd: see mdsd/__init__.py.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def pytest_configure(config: pytest.Config) -> None:
