@@ -357,9 +357,27 @@ def test_too_little_data_and_too_small_a_vocabulary(config, model):
 
 def test_an_out_that_is_a_file(config, model):
     config.out.write_text("mine", encoding="utf-8")
-    with pytest.raises(CheckpointError, match="cannot write"):
+    with pytest.raises(CheckpointError, match="is a file"):
         train(config, model)
     assert config.out.read_text(encoding="utf-8") == "mine"
+
+
+def test_an_out_that_holds_other_files(config, model):
+    config.out.mkdir()
+    (config.out / "log.jsonl").write_text("mine", encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"holds other files \(log.jsonl\)"):
+        train(config, model)
+    assert [path.name for path in config.out.iterdir()] == ["log.jsonl"]
+    assert (config.out / "log.jsonl").read_text(encoding="utf-8") == "mine"
+
+
+def test_a_run_that_has_gone_further_than_asked(config, model):
+    train(replace(config, steps=3), model)
+    before = (config.out / "config.json").read_text(encoding="utf-8")
+    with pytest.raises(CheckpointError, match="at step 3 already"):
+        train(replace(config, steps=2, resume=True), model)
+    assert (config.out / "config.json").read_text(encoding="utf-8") == before
+    assert train(replace(config, steps=3, resume=True), model).step == 3
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training.pt", "state.json"])

@@ -377,3 +377,14 @@ def test_memory_does_not_grow_with_the_input(tmp_path, root, kind):
     (small, low), (large, high) = sorted(peaks.items())
     assert large - small > 6_000_000
     assert high - low < 0.3 * (large - small), peaks
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_that_no_generator_takes(tmp_path, seed):
+    with pytest.raises(DataError, match=f"seed is {seed}"):
+        config(tmp_path, seed=seed)
+
+
+def test_the_root_of_a_disk_is_no_data_set(tmp_path):
+    with pytest.raises(DataError, match="root of a disk"):
+        prepare(config(tmp_path, out=Path(tmp_path.anchor), overwrite=True))

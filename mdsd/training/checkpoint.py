@@ -28,7 +28,7 @@ from .tokenizer import Tokenizer
 # %% auto #0
 __all__ = ['CheckpointError', 'sync', 'write_text', 'random_states', 'set_random_states', 'Checkpoint', 'checkpoints',
            'best_checkpoint', 'save_checkpoint', 'load_model', 'restore', 'remove', 'prune', 'read_run', 'check_same',
-           'open_run', 'load_run']
+           'check_empty', 'check_steps', 'open_run', 'load_run']
 
 # %% ../../chapters/08b_checkpoints.ipynb #0d2cfa23
 class CheckpointError(MdsdError):
@@ -203,7 +203,27 @@ def check_same(model: ModelConfig, tokenizer: dict[str, Any], run: Path) -> None
     if old_tokenizer.to_meta() != tokenizer:
         raise CheckpointError(f"{run} was trained with another vocabulary than this data set's")
 
+# %% ../../chapters/08b_checkpoints.ipynb #479e9ba5
+def check_empty(run: Path) -> None:
+    """Raise a `CheckpointError` if the folder of a new run holds anything of somebody else's."""
+    if run.exists() and not run.is_dir():
+        raise CheckpointError(f"{run} is a file: choose a folder for the run")
+    started = {"checkpoints", "tokenizer_meta.json", "tokenizer_meta.json.partial"}
+    names = {path.name for path in run.iterdir()} if run.exists() else set()
+    if others := sorted(names - started - {"config.json.partial"}):
+        raise CheckpointError(f"{run} holds other files ({others[0]}): choose another folder")
 
+
+def check_steps(config: TrainConfig) -> None:
+    """Raise a `CheckpointError` if the run has gone further than `config` asks for."""
+    found = checkpoints(config.out)
+    if found and found[-1].step > config.steps:
+        raise CheckpointError(
+            f"{config.out} is at step {found[-1].step} already, and {config.steps} were asked for: "
+            "ask for more steps"
+        )
+
+# %% ../../chapters/08b_checkpoints.ipynb #577bb729
 def open_run(config: TrainConfig, model: ModelConfig, data: TokenData) -> None:
     """Make the run folder, or check that it holds a run that `config` can go on with."""
     run, tokenizer = config.out, data.tokenizer.to_meta()
@@ -214,6 +234,9 @@ def open_run(config: TrainConfig, model: ModelConfig, data: TokenData) -> None:
         raise CheckpointError(f"{run} holds no run to resume; start one without resume")
     if exists:
         check_same(model, tokenizer, run)
+        check_steps(config)
+    else:
+        check_empty(run)
     try:
         (run / "checkpoints").mkdir(parents=True, exist_ok=True)
         for path in (run / "checkpoints").glob("*.partial"):

@@ -84,6 +84,8 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         if self.stories < 1:
             raise DataError(f"stories is {self.stories}: expected 1 or more")
+        if not 0 <= self.seed < 2**63:
+            raise DataError(f"seed is {self.seed}: expected a number from 0 up to 2**63")
         if not 0 < self.val_fraction < 1:
             raise DataError(f"val_fraction is {self.val_fraction}: expected between 0 and 1")
         if self.workers is not None and self.workers < 1:
@@ -220,6 +222,8 @@ def replacing(out: Path, overwrite: bool) -> Iterator[Path]:
         DataError: `out` holds something, or the new files cannot be written. `out` is as before.
     """
     out = out.resolve()
+    if not out.name:
+        raise DataError(f"{out} is the root of a disk: choose a folder of its own (out)")
     new, aside = (out.with_name(f".{out.name}.{os.getpid()}.{end}") for end in ("partial", "old"))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
