@@ -388,3 +388,12 @@ def test_a_seed_that_no_generator_takes(tmp_path, seed):
 def test_the_root_of_a_disk_is_no_data_set(tmp_path):
     with pytest.raises(DataError, match="root of a disk"):
         prepare(config(tmp_path, out=Path(tmp_path.anchor), overwrite=True))
+
+
+def test_genuine_stories_come_back_letter_by_letter(tmp_path, real_stories):
+    out = tmp_path / "out"
+    meta = prepare(PrepareConfig(source=str(real_stories), out=out))
+    stories = [s.strip() for s in real_stories.read_text(encoding="utf-8").split(END)]
+    told = read_back(out, "train") + read_back(out, "val")
+    assert sorted(told) == sorted(story for story in stories if story)
+    assert sum(split["stories"] for split in meta["splits"].values()) == len(told)
