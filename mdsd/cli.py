@@ -50,6 +50,13 @@ def prepare_command(config: Annotated[PrepareConfig, Flat]) -> None:
     )
 
 
+def require_at_least(config: object, **least: int) -> None:
+    """Raise a `ConfigError` that names the field of `config` which is less than it may be."""
+    for name, value in least.items():
+        if getattr(config, name) < value:
+            raise ConfigError(f"{name} is {getattr(config, name)}; it must be at least {value}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
     """What to tell, and how."""
@@ -62,6 +69,9 @@ class SampleConfig:
     """Stop here if the story has not ended before."""
     device: str = "cpu"
     """cpu, cuda or mps."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, max_new_tokens=0)
 
 
 def sample_command(
@@ -96,8 +106,7 @@ class EvaluateConfig:
     """cpu, cuda or mps."""
 
     def __post_init__(self) -> None:
-        if self.stories < 1:
-            raise ConfigError(f"stories is {self.stories}; tell at least 1")
+        require_at_least(self, stories=1, show=0, max_new_tokens=0)
 
 
 def evaluate_command(
