@@ -16,7 +16,8 @@ from typing import Annotated
 
 import tyro
 
-from mdsd.config import PRESETS, ConfigError, MdsdError, ModelConfig, count_parameters, preset
+from mdsd.config import PRESETS, ConfigError, MdsdError, ModelConfig, preset
+from mdsd.counting import count_parameters
 from mdsd.model.generate import Sampling, sample_stories, story_loss, tell_story
 from mdsd.training.checkpoint import load_run
 from mdsd.training.corpus import Level, check_story, entropy_per_token, generate_stories

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from mdsd.config import ModelConfig, YarnConfig, parameter_shapes, preset
+from mdsd.config import ModelConfig, YarnConfig, preset
+from mdsd.counting import parameter_shapes
 from mdsd.model.mla import (
     LatentCache,
     MultiHeadLatentAttention,

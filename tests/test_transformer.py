@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mdsd.config import ConfigError, ModelConfig, YarnConfig, parameter_shapes, preset
+from mdsd.config import ConfigError, ModelConfig, YarnConfig, preset
+from mdsd.counting import parameter_shapes
 from mdsd.model.mla import LatentCache
 from mdsd.model.moe import MixtureOfExperts
 from mdsd.model.transformer import IGNORED, Losses, MiniDeepSeek, cross_entropy
