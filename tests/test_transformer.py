@@ -273,7 +273,7 @@ def one_pass() -> tuple[MiniDeepSeek, Tensor, Tensor]:
 @settings(max_examples=40, deadline=None)
 def test_any_split_into_cached_pieces_gives_the_logits_of_one_pass(cuts: set[int]):
     model, tokens, expected = one_pass()
-    latents = LatentCache(model.config, batch_size=2)
+    latents = LatentCache()
     edges = [0, *sorted(cuts), LENGTH]
     pieces = []
     for start, end in pairwise(edges):
@@ -284,7 +284,7 @@ def test_any_split_into_cached_pieces_gives_the_logits_of_one_pass(cuts: set[int
 
 def test_two_generations_do_not_share_a_cache():
     model, tokens, expected = one_pass()
-    caches = [LatentCache(model.config) for _ in range(2)]
+    caches = [LatentCache() for _ in range(2)]
     for part in range(0, LENGTH, 10):
         for row, latents in enumerate(caches):
             out = logits_of(model, tokens[row : row + 1, part : part + 10], latents)
@@ -299,7 +299,7 @@ def test_too_long_a_text_is_refused_with_and_without_a_cache():
     logits_of(model, random_tokens(length=longest))
     with pytest.raises(ConfigError, match=f"65 tokens exceed max_position_embeddings={longest}"):
         logits_of(model, random_tokens(length=longest + 1))
-    latents = LatentCache(SMALL, batch_size=2)
+    latents = LatentCache()
     logits_of(model, random_tokens(length=longest), latents)
     with pytest.raises(ConfigError, match="65 tokens"):
         logits_of(model, random_tokens(length=1), latents)

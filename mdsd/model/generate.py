@@ -107,7 +107,7 @@ def generate_rows(
     """
     check_prompt(model, prompt)
     generator = torch.Generator().manual_seed(sampling.seed)
-    cache = LatentCache(model.config, len(prompt)) if use_cache else None
+    cache = LatentCache() if use_cache else None
     done = torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     text = unread = prompt
     room = model.config.max_position_embeddings - prompt.shape[1] + 1
