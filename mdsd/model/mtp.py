@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from .mla import RMSNorm
+from .mla import LatentCache, RMSNorm
 from .moe import RouterStats
 
 # %% ../../chapters/06_mtp.ipynb #b64b5c4e
@@ -21,7 +21,7 @@ class MTPModule(nn.Module):
     """One depth of multi-token prediction [V3] (21)–(23).
 
     The embedding and the output head are the main model's. `block` is a Transformer block: it
-    maps (h, cos_sin) to (h, stats) and looks at no later position.
+    maps (h, cos_sin, cache) to (h, stats) and looks at no later position.
     """
 
     def __init__(self, config: ModelConfig, block: nn.Module) -> None:
@@ -34,7 +34,7 @@ class MTPModule(nn.Module):
         self.norm = RMSNorm(width, eps=config.rms_norm_eps)
 
     def forward(
-        self, h: Tensor, embedded: Tensor, cos_sin: Tensor
+        self, h: Tensor, embedded: Tensor, cos_sin: Tensor, cache: LatentCache | None = None
     ) -> tuple[Tensor, RouterStats | None]:
         """One link of the chain at depth k, on the positions that have a token k places ahead.
 
@@ -42,10 +42,11 @@ class MTPModule(nn.Module):
             h: (B, T−k, D) normed states of the depth before, i.e. as the head reads them.
             embedded: (B, T−k, D) embeddings of the tokens k places ahead.
             cos_sin: the rotation of these positions, for the block.
+            cache: what the block keeps of earlier positions, where drafts are made one by one.
 
         Returns:
             The normed states (B, T−k, D) for the head and the next depth; the block's statistics.
         """
         joined = torch.cat([self.enorm(embedded), self.hnorm(h)], dim=-1)
-        out, stats = self.block(self.eh_proj(joined), cos_sin)
+        out, stats = self.block(self.eh_proj(joined), cos_sin, cache)
         return self.norm(out), stats
