@@ -1,8 +1,9 @@
 """The model gives the numbers of another implementation, `transformers`' DeepseekV3ForCausalLM.
 
 Weights are drawn much larger than for training. At the initial spread, logits hardly depend on
-attention and routing, and a comparison passes whatever is wrong with them. The last part of this
-file breaks the model in fifteen ways and asserts that the comparison notices each of them.
+attention and routing, and a comparison passes whatever is wrong with them. Chosen configurations
+come first, then random ones, then multi-token prediction. The last part of this file breaks the
+model in eighteen ways and asserts that the comparison notices each of them.
 """
 
 from collections.abc import Callable
@@ -11,10 +12,12 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mdsd.config import ModelConfig, YarnConfig
-from mdsd.model.mla import MultiHeadLatentAttention
+from mdsd.model.mla import LatentCache, LatentProjections, MultiHeadLatentAttention
 from mdsd.model.moe import Gate, MixtureOfExperts, Routing
 from mdsd.model.rope import rotation, softmax_scale
 from mdsd.model.transformer import Block, Losses, MiniDeepSeek
@@ -22,6 +25,7 @@ from mdsd.model.transformer import Block, Losses, MiniDeepSeek
 transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 1e-4  # absolute, in float32, on logits with a standard deviation near 1
+GRADIENT_TOLERANCE = 1e-3  # relative to the largest entry of a parameter's gradient
 
 BASE = ModelConfig(
     vocab_size=97,
@@ -85,20 +89,24 @@ def reference_name(name: str) -> str:
     return name if name.startswith("lm_head") else f"model.{name}"
 
 
-def reference_of(model: MiniDeepSeek) -> nn.Module:
-    """Return a `DeepseekV3ForCausalLM` with the weights of `model`."""
-    values = asdict(model.config)
+def reference_config(config: ModelConfig) -> object:
+    """Return the `DeepseekV3Config` of `config`."""
+    values = asdict(config)
     rope = {"rope_type": "default", "rope_theta": values["rope_theta"]}
     if yarn := values.pop("rope_scaling"):
         rope |= {"rope_type": "yarn", **yarn}
-    config = transformers.DeepseekV3Config(
+    return transformers.DeepseekV3Config(
         **values,
-        num_key_value_heads=model.config.num_attention_heads,
+        num_key_value_heads=config.num_attention_heads,
         rope_parameters=rope,
         attn_implementation="eager",
         experts_implementation="eager",
     )
-    reference = transformers.DeepseekV3ForCausalLM(config).eval()
+
+
+def reference_of(model: MiniDeepSeek) -> nn.Module:
+    """Return a `DeepseekV3ForCausalLM` with the weights of `model`."""
+    reference = transformers.DeepseekV3ForCausalLM(reference_config(model.config)).eval()
     weights = {
         reference_name(name): tensor
         for name, tensor in model.state_dict().items()
@@ -157,25 +165,238 @@ def test_the_biases_of_these_tests_change_choices(sign: int):
     assert differ > 0.5
 
 
+Gradients = dict[str, Tensor | None]
+
+
+def gradients(model: MiniDeepSeek, tokens: Tensor) -> Gradients:
+    """Return the gradients of the main loss under the reference's names."""
+    losses = model(tokens[:, :-1], tokens[:, 1:])
+    assert isinstance(losses, Losses)
+    losses.main.backward()
+    return {reference_name(name): p.grad for name, p in model.named_parameters()}
+
+
+def reference_gradients(reference: nn.Module, tokens: Tensor) -> Gradients:
+    logits = reference(tokens[:, :-1]).logits
+    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    return {name: p.grad for name, p in reference.named_parameters()}
+
+
+def compare_gradients(ours: Gradients, theirs: Gradients, smallest: float) -> dict[str, float]:
+    """Return each parameter's largest error, relative to its largest entry or to `smallest`."""
+    assert ours.keys() == theirs.keys()
+    errors = {}
+    for name, other in theirs.items():
+        own = ours[name]
+        other = torch.zeros(()) if other is None else other
+        own = torch.zeros_like(other) if own is None else own
+        errors[name] = float((own - other).abs().max() / other.abs().max().clamp(min=smallest))
+    return errors
+
+
 @pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize("name", ["base", "direct queries", "yarn", "all at once"])
 def test_gradients_equal_the_reference(name: str, sign: int):
     model, tokens = build(CONFIGS[name], 0, sign), random_tokens(0)
-    reference = reference_of(model)
+    theirs = reference_gradients(reference_of(model), tokens)
+    for name, gradient in theirs.items():
+        assert gradient.abs().max() > 1e-4, f"{name} is not tested: its gradient is too small"
+    errors = compare_gradients(gradients(model, tokens), theirs, smallest=1e-4)
+    assert max(errors.values()) < GRADIENT_TOLERANCE, errors
+
+
+@pytest.mark.parametrize("first", [1, 9, 39])
+def test_decoding_token_by_token_equals_the_reference(first: int):
+    """A prefill of `first` tokens and single ones, out of a cache of latents."""
+    model, tokens = build(CONFIGS["yarn"], 0, 1), random_tokens(0)
+    cache = LatentCache()
+    with torch.no_grad():
+        rows = [model(tokens[:, :first], cache=cache)]
+        rows += [model(token[:, None], cache=cache) for token in tokens[:, first:].unbind(1)]
+    theirs = logits_of(reference_of(model), tokens)
+    torch.testing.assert_close(torch.cat(rows, dim=1), theirs, rtol=0, atol=TOLERANCE)
+
+
+# Random configurations.
+
+
+@st.composite
+def yarns(draw: st.DrawFn) -> YarnConfig:
+    return YarnConfig(
+        factor=draw(st.sampled_from([1.0, 2.0, 4.0, 40.0])),
+        original_max_position_embeddings=draw(st.sampled_from([8, 16, 64])),
+        beta_fast=draw(st.sampled_from([4.0, 32.0])),
+        beta_slow=draw(st.sampled_from([0.5, 1.0])),
+        mscale=draw(st.sampled_from([0.7, 1.0])),
+        mscale_all_dim=draw(st.sampled_from([0.4, 1.0])),
+    )
+
+
+@st.composite
+def random_configs(draw: st.DrawFn) -> ModelConfig:
+    groups, in_group = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([2, 3, 5]))
+    kept, layers = draw(st.integers(1, groups)), draw(st.integers(1, 3))
+    return ModelConfig(
+        vocab_size=97,
+        hidden_size=draw(st.sampled_from([32, 48, 72])),
+        num_hidden_layers=layers,
+        num_attention_heads=draw(st.integers(1, 5)),
+        kv_lora_rank=draw(st.sampled_from([8, 20, 48])),
+        q_lora_rank=draw(st.sampled_from([None, 12, 40])),
+        qk_nope_head_dim=draw(st.sampled_from([4, 12, 20])),
+        qk_rope_head_dim=draw(st.sampled_from([4, 8, 16])),
+        v_head_dim=draw(st.sampled_from([6, 16, 30])),
+        intermediate_size=40,
+        moe_intermediate_size=draw(st.sampled_from([12, 24])),
+        n_routed_experts=groups * in_group,
+        n_shared_experts=draw(st.integers(1, 2)),
+        num_experts_per_tok=draw(st.integers(1, min(4, kept * in_group))),
+        n_group=groups,
+        topk_group=kept,
+        norm_topk_prob=draw(st.booleans()),
+        routed_scaling_factor=draw(st.sampled_from([1.0, 2.5])),
+        first_k_dense_replace=draw(st.integers(0, layers)),
+        rope_theta=draw(st.sampled_from([100.0, 10_000.0])),
+        rope_scaling=draw(st.none() | yarns()),
+        rms_norm_eps=draw(st.sampled_from([1e-6, 1e-3])),
+        max_position_embeddings=64,
+    )
+
+
+@torch.no_grad()
+def build_to_scale(config: ModelConfig, seed: int, sign: int) -> MiniDeepSeek:
+    """Return a model of any width whose logits have a standard deviation of 1."""
+    torch.manual_seed(seed)
+    model = MiniDeepSeek(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.normal_(0, 1.5 * parameter.shape[-1] ** -0.5)
+        else:
+            parameter.normal_(1, 0.3)
+    model.embed_tokens.weight.normal_()
+    for gate in model.gates():
+        gate.e_score_correction_bias.uniform_(1.0, 2.0).mul_(sign)
+    model.lm_head.weight /= logits_of(model, random_tokens(seed)).std()
+    return model
+
+
+FEATURES: dict[str, Callable[[ModelConfig], bool]] = {
+    "direct queries": lambda config: config.q_lora_rank is None,
+    "plain RoPE": lambda config: config.rope_scaling is None,
+    "groups": lambda config: config.n_group > 1,
+    "closed groups": lambda config: config.topk_group < config.n_group,
+    "one head": lambda config: config.num_attention_heads == 1,
+    "one expert a token": lambda config: config.num_experts_per_tok == 1,
+    "normalized gate values": lambda config: config.norm_topk_prob,
+    "no dense layer": lambda config: config.first_k_dense_replace == 0,
+    "values wider than keys": lambda config: config.v_head_dim > config.qk_head_dim,
+}
+
+
+def test_random_models_equal_the_reference_in_logits_and_gradients():
+    tried: list[ModelConfig] = []
+
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    @given(random_configs(), st.integers(0, 1000), st.sampled_from([-1, 1]))
+    def compare(config: ModelConfig, seed: int, sign: int) -> None:
+        tried.append(config)
+        model, tokens = build_to_scale(config, seed, sign), random_tokens(seed)
+        reference = reference_of(model)
+        ours, theirs = logits_of(model, tokens), logits_of(reference, tokens)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+        errors = compare_gradients(
+            gradients(model, tokens), reference_gradients(reference, tokens), smallest=1e-3
+        )
+        assert max(errors.values()) < GRADIENT_TOLERANCE, errors
+
+    compare()
+    assert len(set(tried)) >= 40
+    for name, feature in FEATURES.items():
+        share = sum(map(feature, tried)) / len(tried)
+        assert 0.05 < share < 0.95, f"{name}: {share:.0%} of the models have it"
+
+
+# Multi-token prediction: `transformers` has none, but its layers can be chained by (21) to (25).
+
+OWN = ["enorm.weight", "hnorm.weight", "eh_proj.weight", "norm.weight"]  # beside a block's
+
+
+class ReferenceChain(nn.Module):
+    """The main model and its MTP modules, put together from the reference's layers."""
+
+    def __init__(self, model: MiniDeepSeek) -> None:
+        super().__init__()
+        self.eps, self.first = model.config.rms_norm_eps, model.config.num_hidden_layers
+        deep = replace(model.config, num_hidden_layers=self.first + len(model.mtp))
+        self.whole = transformers.DeepseekV3ForCausalLM(reference_config(deep)).eval()
+        state = model.state_dict()
+        self.own = {
+            name: nn.Parameter(tensor.clone())
+            for name, tensor in state.items()
+            if name.startswith("mtp.") and name.split(".", 2)[2] in OWN
+        }
+        rest = {self.name(name): tensor for name, tensor in state.items() if name not in self.own}
+        self.whole.load_state_dict(rest, strict=True)
+
+    def name(self, name: str) -> str:
+        """Return the name in `self.whole` of our tensor `name`."""
+        if not name.startswith("mtp."):
+            return reference_name(name)
+        _, depth, inner = name.split(".", 2)
+        return f"model.layers.{self.first + int(depth)}.{inner.removeprefix('block.')}"
+
+    def gradient(self, name: str) -> Tensor | None:
+        """Return the gradient of what is our parameter `name`."""
+        own = self.own.get(name)
+        return (self.whole.get_parameter(self.name(name)) if own is None else own).grad
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        """Return the loss of each depth, the main model's first."""
+        model, length = self.whole.model, tokens.shape[1]
+        embedded = model.embed_tokens(tokens)
+        rotary = model.rotary_emb(embedded, torch.arange(length)[None])
+        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+        h, losses = embedded, []
+        for layer in model.layers[: self.first]:
+            h = layer(h, attention_mask=mask, position_embeddings=rotary)
+        h = model.norm(h)
+        losses.append(self.loss(h, targets))
+        for k, layer in enumerate(model.layers[self.first :], start=1):
+            left = length - k
+            enorm, hnorm, projection, norm = (self.own[f"mtp.{k - 1}.{name}"] for name in OWN)
+            ahead = F.rms_norm(embedded[:, k:], h.shape[-1:], enorm, self.eps)
+            state = F.rms_norm(h[:, :left], h.shape[-1:], hnorm, self.eps)
+            h = layer(
+                torch.cat([ahead, state], dim=-1) @ projection.T,
+                attention_mask=mask[..., :left, :left],
+                position_embeddings=tuple(part[:, :left] for part in rotary),
+            )
+            h = F.rms_norm(h, h.shape[-1:], norm, self.eps)
+            losses.append(self.loss(h, targets[:, k:]))
+        return losses
+
+    def loss(self, h: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.whole.lm_head(h).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_mtp_equals_a_chain_of_reference_layers(depth: int, sign: int):
+    model = build(replace(CONFIGS["yarn"], num_nextn_predict_layers=depth), 0, sign)
+    tokens, chain = random_tokens(0), ReferenceChain(model)
     losses = model(tokens[:, :-1], tokens[:, 1:])
     assert isinstance(losses, Losses)
-    losses.main.backward()
-    logits = reference(tokens[:, :-1]).logits
-    F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    theirs = torch.stack(chain(tokens[:, :-1], tokens[:, 1:]))
+    torch.testing.assert_close(
+        torch.cat([losses.main[None], losses.mtp]), theirs, rtol=0, atol=TOLERANCE
+    )
 
-    theirs = dict(reference.named_parameters())
-    for name, parameter in model.named_parameters():
-        ours, other = parameter.grad, theirs.pop(reference_name(name)).grad
-        assert ours is not None, name
-        assert other.abs().max() > 1e-4, f"{name} is not tested: its gradient is too small"
-        error = (ours - other).abs().max() / other.abs().max()
-        assert error < 1e-3, name
-    assert not theirs
+    losses.total(mtp_weight=0.3, balance_weight=0.0).backward()
+    (theirs[0] + 0.3 * theirs[1:].mean()).backward()
+    ours = {name: p.grad for name, p in model.named_parameters()}
+    others = {name: chain.gradient(name) for name in ours}
+    errors = compare_gradients(ours, others, smallest=1e-4)
+    assert max(errors.values()) < GRADIENT_TOLERANCE, errors
 
 
 # Would it notice? Each mistake below is one that implementations have made.
@@ -295,6 +516,48 @@ def error_with(mistake: Mistake, sign: int) -> float:
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
 def test_the_comparison_notices(mistake: Mistake):
     assert max(error_with(mistake, sign) for sign in (-1, 1)) > 100 * TOLERANCE
+
+
+def constant_weights(self: Gate, x: Tensor) -> Routing:
+    """Weigh by gate values that no gradient reaches."""
+    routing = mistaken_gate()(self, x)
+    return routing._replace(weights=routing.weights.detach())
+
+
+def constant_sum(self: Gate, x: Tensor) -> Routing:
+    """Divide the gate values by their sum as if it were a number."""
+    experts, weights, affinity = mistaken_gate(normalize=False)(self, x)
+    total = affinity.gather(-1, experts).sum(-1, keepdim=True).detach()
+    return Routing(experts, weights / total, affinity)
+
+
+def cut_rotary_key(self: MultiHeadLatentAttention, h: Tensor, cos_sin: Tensor) -> Tensor:
+    """Keep the gradient from the rotary key that all heads share."""
+    latents = LatentProjections.latents(self, h, cos_sin)
+    latent, rotary = latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
+    return torch.cat([latent, rotary.detach()], dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("place", "mistake"),
+    [
+        (Gate, constant_weights),
+        (Gate, constant_sum),
+        (MultiHeadLatentAttention, cut_rotary_key),
+    ],
+)
+def test_only_gradients_show_these_mistakes(
+    place: type[nn.Module], mistake: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+):
+    model, tokens = build(BASE, 0, 1), random_tokens(0)
+    reference = reference_of(model)
+    monkeypatch.setattr(place, "forward" if place is Gate else "latents", mistake)
+    ours, theirs = logits_of(model, tokens), logits_of(reference, tokens)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
+    errors = compare_gradients(
+        gradients(model, tokens), reference_gradients(reference, tokens), smallest=1e-4
+    )
+    assert max(errors.values()) > 100 * GRADIENT_TOLERANCE
 
 
 @pytest.mark.parametrize("sign", [-1, 1])
