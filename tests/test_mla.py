@@ -1,7 +1,10 @@
-"""Multi-head latent attention: against explicit loops, in chunks, in low precision."""
+"""Multi-head latent attention: against explicit loops, in three forms, in chunks, in batches."""
 
+import functools
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,15 +12,21 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mdsd.config import ModelConfig, YarnConfig, preset
 from mdsd.counting import parameter_shapes
+from mdsd.model import mla
 from mdsd.model.mla import (
     LatentCache,
     MultiHeadLatentAttention,
     RMSNorm,
+    absorbing_pays,
     attend,
+    attend_latents,
     causal_mask,
+    multiplications,
     split_heads,
 )
 from mdsd.model.rope import rotation
@@ -31,6 +40,7 @@ CONFIGS = {
     ),
     "wide values": preset("tiny", v_head_dim=56, num_attention_heads=3),
     "values as wide as queries": preset("tiny", v_head_dim=48),
+    "a latent narrower than a head": preset("tiny", kv_lora_rank=24, q_lora_rank=None),
 }
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
@@ -57,8 +67,13 @@ def whole(attention: MultiHeadLatentAttention, h: Tensor) -> Tensor:
     return attention(h, rotation(attention.config, 0, h.shape[1]))
 
 
-def in_chunks(attention: MultiHeadLatentAttention, h: Tensor, sizes: list[int]) -> Tensor:
-    cache, parts = LatentCache(), []
+def in_chunks(
+    attention: MultiHeadLatentAttention,
+    h: Tensor,
+    sizes: list[int],
+    cache: LatentCache | None = None,
+) -> Tensor:
+    cache, parts = LatentCache() if cache is None else cache, []
     for chunk in h.split(sizes, dim=1):
         table = rotation(attention.config, cache.length, chunk.shape[1])
         parts.append(attention(chunk, table, cache))
@@ -158,14 +173,198 @@ def test_scores_are_far_from_uniform():
     assert scores.std() > 0.5
 
 
-@settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, LENGTH), min_size=1, max_size=LENGTH), st.sampled_from([*CONFIGS]))
+# Chunks, padding, and the two forms, in float64: what is equal is equal to ten digits.
+
+FORMS = {  # what may decide between expanded and absorbed
+    "rule": absorbing_pays,
+    "expanded": lambda config, new, held: False,
+    "absorbed": lambda config, new, held: True,
+}
+some_config = st.sampled_from([*CONFIGS])
+some_form = st.sampled_from([*FORMS])
+some_sizes = st.lists(st.integers(1, LENGTH), min_size=1, max_size=LENGTH)
+exactly = {"atol": 1e-10, "rtol": 1e-9}
+
+
+@contextmanager
+def decided_by(form: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mla, "absorbing_pays", FORMS[form])
+        yield
+
+
+@functools.cache
+def exact(name: str) -> MultiHeadLatentAttention:
+    return build(CONFIGS[name]).double().requires_grad_(False)
+
+
+@settings(max_examples=60, deadline=None)
+@given(some_sizes, some_config, some_form)
+def test_any_chunks_equal_one_pass(sizes, name, form):
+    attention, h = exact(name), inputs(CONFIGS[name], length=sum(sizes)).double()
+    with decided_by(form):
+        pieces = in_chunks(attention, h, sizes)
+    torch.testing.assert_close(pieces, whole(attention, h), **exactly)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=5), st.data(), some_config, some_form,
+    st.sampled_from([0.0, 1e4]),
+)  # fmt: skip
+def test_padded_rows_equal_each_row_alone(lengths, data, name, form, filler):
+    """Prompts of any lengths, filled up in front, then read on in any chunks."""
+    config, attention, longest = CONFIGS[name], exact(name), max(lengths)
+    longest += data.draw(st.integers(0, 2), "places that are padding in every row")
+    sizes = data.draw(some_sizes.map(lambda sizes: sizes[:4]), "sizes of the next chunks")
+    total = longest + sum(sizes)
+    texts = inputs(config, len(lengths), total).double()
+    padding = torch.tensor([longest - length for length in lengths])
+    hidden = torch.arange(total) < padding[:, None]  # (B, total)
+    filled = texts.masked_fill(hidden[..., None], filler)
+    with decided_by(form):
+        out = in_chunks(attention, filled, [longest, *sizes], LatentCache(padding))
+    assert out.isfinite().all()  # the pads' own results, too
+    for row, text, start in zip(out, texts, padding.tolist(), strict=True):
+        alone = attention(text[None, start:], rotation(config, start, total - start))[0]
+        torch.testing.assert_close(row[start:], alone, **exactly)
+
+
+@each_config
 @torch.no_grad()
-def test_any_chunks_equal_one_pass(sizes, name):
-    attention, h = build(CONFIGS[name]), inputs(CONFIGS[name], length=sum(sizes))
-    torch.testing.assert_close(
-        in_chunks(attention, h, sizes), whole(attention, h), atol=1e-4, rtol=1e-3
+def test_where_a_text_begins_does_not_matter(config):
+    attention, h = build(config), inputs(config)
+    for start in (1, 7, 100):
+        moved = attention(h, rotation(config, start, LENGTH))
+        torch.testing.assert_close(moved, whole(attention, h), atol=1e-3, rtol=1e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), some_config, some_form)
+def test_a_cache_that_is_set_back_goes_on_exactly(data, name, form):
+    """Keep some tokens, read others, forget them, read the right ones: nothing remains of them."""
+    config, attention = CONFIGS[name], exact(name)
+    right, wrong = (inputs(config, seed=seed).double() for seed in (1, 2))
+    kept = data.draw(st.integers(0, LENGTH), "tokens kept")
+    extra = data.draw(st.integers(0, LENGTH), "tokens read and forgotten")
+    latents = LatentCache(torch.tensor([0, 2]))
+    with decided_by(form):
+        first = in_chunks(attention, right[:, :kept], [kept], latents)
+        in_chunks(attention, wrong[:, :extra], [extra], latents)
+        latents.length = kept
+        rest = data.draw(st.integers(0, LENGTH - kept), "size of the next chunk")
+        second = in_chunks(attention, right[:, kept:], [rest, LENGTH - kept - rest], latents)
+        together = in_chunks(attention, right, [LENGTH], LatentCache(torch.tensor([0, 2])))
+    torch.testing.assert_close(torch.cat([first, second], 1), together, **exactly)
+
+
+@each_config
+@pytest.mark.parametrize("padding", [None, torch.tensor([0, 3])])
+def test_the_forms_have_the_same_gradients(config, padding):
+    attention, h = build(config).double(), inputs(config).double().requires_grad_()
+    weights, table = (
+        torch.randn(2, LENGTH, config.hidden_size).double(),
+        rotation(config, 0, LENGTH),
     )
+    if padding is not None:
+        weights[1, :3] = 0  # what becomes of pads is nobody's concern
+    found = []
+    for form in (attention.expanded, attention.absorbed):
+        out = form(*attention.queries(h, table), attention.latents(h, table), padding)
+        out = attention.o_proj(out.transpose(1, 2).flatten(-2))
+        gradients = torch.autograd.grad((weights * out).sum(), [h, *attention.parameters()])
+        found.append([out * (weights != 0), *gradients])
+    for one, other in zip(*found, strict=True):
+        assert one.abs().max() > 1e-3
+        torch.testing.assert_close(one, other, **exactly)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 5), st.integers(0, 9))
+def test_latents_are_attended_to_as_keys_and_values_of_every_head(heads, new, cached, pads):
+    held = new + cached
+    query = torch.randn(2, heads, new, 6, dtype=torch.double)
+    latents = torch.randn(2, held, 6, dtype=torch.double)
+    padding = torch.tensor([0, min(pads, held - 1)])
+    copies = latents[:, None].expand(-1, heads, -1, -1)
+    for known in (None, padding):
+        expected = attend(query, copies, copies, 0.7, known)
+        torch.testing.assert_close(attend_latents(query, latents, 0.7, known), expected, **exactly)
+
+
+class Largest(TorchDispatchMode):
+    """Remember how many numbers the largest tensor has that any operation makes."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given_to = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, Tensor)}
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in given_to:
+                self.numbers = max(self.numbers, tensor.numel())
+        return out
+
+
+@each_config
+@torch.no_grad()
+def test_absorbed_decoding_makes_no_key_or_value(config):
+    """One token among 500: no tensor is as large as the cache, let alone the heads' keys."""
+    attention, latents = build(config), torch.randn(2, 500, config.cache_width)
+    token = attention.queries(inputs(config, length=1), rotation(config, 499, 1))
+    largest = {}
+    for form in (attention.expanded, attention.absorbed):
+        with Largest() as seen:
+            form(*token, latents)
+        largest[form.__name__] = seen.numbers
+    assert largest["absorbed"] < latents.numel() / 3
+    assert largest["expanded"] >= 2 * config.num_attention_heads * 500 * config.qk_head_dim
+
+
+@each_config
+@torch.no_grad()
+def test_decoding_uses_the_absorbed_form_and_training_never(config, monkeypatch):
+    used = []
+    for name in ("expanded", "absorbed"):
+        form = getattr(MultiHeadLatentAttention, name)
+        monkeypatch.setattr(
+            MultiHeadLatentAttention,
+            name,
+            lambda *args, name=name, form=form: used.append(name) or form(*args),
+        )
+    attention, h = build(config), inputs(config)
+    whole(attention, h)
+    in_chunks(attention, h, [8, 4, 1])
+    narrow = 2 * config.kv_lora_rank < config.qk_nope_head_dim + config.v_head_dim
+    assert used == ["expanded", "absorbed" if narrow else "expanded", "absorbed", "absorbed"]
+
+
+a_width = st.integers(1, 64)
+
+
+@given(a_width, a_width, a_width, a_width, st.integers(1, 300), st.integers(0, 3000))
+def test_the_rule_is_the_published_inequality(latent, plain, rotary, value, new, cached):
+    """1/T > 1/S + (2 d_c − d_h − d_v) / (d_c (d_h + d_v)), in whole numbers."""
+    config = preset(
+        "tiny", kv_lora_rank=latent, qk_nope_head_dim=plain, qk_rope_head_dim=2 * rotary,
+        v_head_dim=value,
+    )  # fmt: skip
+    held, up = new + cached, latent * (plain + value)
+    left, right = held * up, new * up + new * held * (2 * latent - plain - value)
+    assert absorbing_pays(config, new, held) == (left > right)
+
+
+@pytest.mark.parametrize("name", ["tiny", "mini", "deepseek-v3"])
+def test_multiplications_are_those_of_the_shapes(name):
+    """Count the products of each einsum and matmul from the shapes that meet in it."""
+    config, new, held = preset(name), 5, 40
+    c, r, d, v = (config.kv_lora_rank, config.qk_rope_head_dim,
+                  config.qk_nope_head_dim, config.v_head_dim)  # fmt: skip
+    keys, values = held * c * d, held * c * v
+    expanded = keys + values + new * held * (d + r) + new * held * v
+    moved, mean = new * d * c, new * c * v
+    absorbed = moved + new * held * (c + r) + new * held * c + mean
+    assert multiplications(config, new, held) == (expanded, absorbed)
 
 
 @torch.no_grad()
@@ -184,9 +383,9 @@ def test_two_generations_do_not_disturb_each_other():
     caches = [LatentCache(), LatentCache()]
     parts: list[list[Tensor]] = [[], []]
     for t in range(LENGTH):
-        for text, cache, part in zip(texts, caches, parts, strict=True):
-            part.append(attention(text[:, t : t + 1], rotation(config, t, 1), cache))
-            cache.advance(1)
+        for text, latents, part in zip(texts, caches, parts, strict=True):
+            part.append(attention(text[:, t : t + 1], rotation(config, t, 1), latents))
+            latents.advance(1)
     for text, part in zip(texts, parts, strict=True):
         expected = whole(attention, text)
         torch.testing.assert_close(torch.cat(part, 1), expected, atol=1e-4, rtol=1e-3)
@@ -259,17 +458,6 @@ def test_the_cache_grows_by_doubling_and_forgets_nothing():
     assert sorted(set(capacities)) == [3, 6, 12, 24, 48, 96]
 
 
-def test_a_cache_cut_back_continues_from_there():
-    config = CONFIGS["query latent"]
-    attention, h = build(config).requires_grad_(False), inputs(config)
-    cache = LatentCache()
-    attention(h[:, :6] + 1, rotation(config, 0, 6), cache)
-    cache.advance(6)
-    cache.length = 0
-    again = attention(h[:, :6], rotation(config, 0, 6), cache)
-    torch.testing.assert_close(again, whole(attention, h[:, :6]), atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_cache_of_another_batch_size_is_refused(batch):
     config = CONFIGS["query latent"]
@@ -297,6 +485,20 @@ def test_the_mask_is_the_tail_of_the_square_one(queries, cached):
     keys = queries + cached
     square = torch.ones(keys, keys, dtype=torch.bool).tril()
     assert torch.equal(causal_mask(queries, keys, torch.device("cpu")), square[cached:])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 9), st.lists(st.integers(0, 18), min_size=1, max_size=4))
+def test_the_mask_hides_pads_from_all_but_themselves(queries, cached, paddings):
+    keys, padding = queries + cached, torch.tensor(paddings)
+    mask = causal_mask(queries, keys, torch.device("cpu"), padding)
+    assert mask.shape == (len(paddings), 1, queries, keys)
+    for row, pads in enumerate(paddings):
+        for t in range(queries):
+            query = cached + t
+            seen = {k for k in range(query + 1) if k >= pads or k == query}
+            assert set(mask[row, 0, t].nonzero().flatten().tolist()) == seen
+    assert mask.any(-1).all()
 
 
 @pytest.mark.parametrize("width", [4, 8, 11])
@@ -341,10 +543,11 @@ def test_autocast_stays_near_float32_and_gives_no_warning(config):
         warnings.simplefilter("error")
         rough = whole(attention, h)
         with torch.no_grad():
-            attention(h, rotation(config, 0, LENGTH), cache)
+            in_pieces = in_chunks(attention, h, [LENGTH - 2, 1, 1], cache)
         rough.float().square().mean().backward()
     assert rough.dtype == cache.layers[0].dtype == torch.bfloat16
-    assert (rough - exact).square().mean().sqrt() < 0.03 * exact.std()
+    for out in (rough, in_pieces):
+        assert (out - exact).square().mean().sqrt() < 0.03 * exact.std()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in attention.parameters())
 
 
