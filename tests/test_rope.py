@@ -1,14 +1,16 @@
-"""RoPE and YaRN: against complex numbers, and against what their papers promise."""
+"""RoPE and YaRN: against complex numbers, what their papers promise, and `transformers`."""
 
+import copy
 import math
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mdsd.config import ModelConfig, YarnConfig, preset
+from mdsd.config import ConfigError, ModelConfig, YarnConfig, from_dict, preset, to_dict
 from mdsd.model.rope import (
     frequencies,
     rotate,
@@ -18,7 +20,9 @@ from mdsd.model.rope import (
     to_half_split,
     to_interleaved,
     yarn_frequencies,
+    yarn_magnitude,
     yarn_mscale,
+    yarn_ramp,
 )
 
 V3 = preset("deepseek-v3")
@@ -197,3 +201,158 @@ def test_gradients_turn_back():
     assert x.grad is not None
     back = table * torch.tensor([1.0, -1.0])[:, None, None]
     torch.testing.assert_close(x.grad, rotate(upstream, back))
+
+
+# The published numbers of V3 and V2.
+
+
+def test_the_published_numbers_of_v3_to_the_digit():
+    yarn = V3.rope_scaling
+    assert yarn is not None
+    assert yarn_ramp(64, V3.rope_theta, yarn) == (10, 23)
+    assert round(yarn_mscale(40.0, 1.0), 6) == 1.368888
+    assert round(yarn_mscale(40.0, 1.0) ** 2, 6) == 1.873854
+    assert round(softmax_scale(V3), 6) == 0.135234
+    assert yarn_magnitude(yarn) == 1.0
+    assert V3.max_position_embeddings == 4096 * 40
+
+
+def test_the_two_weights_of_v2_cancel_in_the_table():
+    yarn = YarnConfig(factor=40.0, mscale=0.707, mscale_all_dim=0.707)
+    assert yarn_magnitude(yarn) == 1.0
+    made = config(64, yarn=yarn)
+    assert softmax_scale(made) * made.qk_head_dim**0.5 == pytest.approx(1.589626, abs=1e-6)
+
+
+# Equal to `transformers`, over settings that include the borders of each rule.
+
+# A file may leave a field out: then YaRN's default counts, and no `mscale_all_dim` at all.
+published = st.fixed_dictionaries(
+    {
+        "factor": st.sampled_from([1.0, 4.0, 40.0]) | st.floats(1.0, 128.0),
+        "original_max_position_embeddings": st.sampled_from([7, 64, 4096]) | st.integers(1, 32768),
+    },
+    optional={
+        "beta_fast": st.floats(0.1, 64.0),
+        "beta_slow": st.floats(0.1, 8.0),
+        "mscale": st.sampled_from([0.0, 0.707, 1.0]) | st.floats(0.01, 2.0),
+        "mscale_all_dim": st.sampled_from([0.0, 0.707, 1.0]) | st.floats(0.01, 2.0),
+    },
+)
+bases = st.sampled_from([1.5, 10.0, 10_000.0, 8e6]) | st.floats(1.01, 1e6)
+forms = st.sampled_from(["rope_scaling, type", "rope_scaling, rope_type", "rope_parameters"])
+SIZES = {
+    "hidden_size": 8,
+    "num_attention_heads": 2,
+    "q_lora_rank": None,
+    "kv_lora_rank": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 4,
+}
+
+
+def rope_fields(theta: float, yarn: dict[str, float], form: str) -> dict[str, Any]:
+    """Write `yarn` as one of the forms in which configurations are published."""
+    if form == "rope_parameters":
+        return {form: {"rope_type": "yarn", "rope_theta": theta, **yarn}}
+    name, spelling = form.split(", ")
+    return {"rope_theta": theta, name: {spelling: "yarn", **yarn}}
+
+
+def transformers_config(width: int, rope: dict[str, Any]) -> Any:
+    """Return a `DeepseekV3Config` of `transformers` with these rotary settings."""
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()  # it warns of a length other than factor × original
+    return transformers.DeepseekV3Config(
+        qk_rope_head_dim=width, num_key_value_heads=2, **SIZES, **copy.deepcopy(rope)
+    )
+
+
+def ours(width: int, theta: float, yarn: dict[str, float], form: str) -> ModelConfig:
+    """Read the same settings as a configuration file of ours."""
+    plain = to_dict(preset("tiny", qk_rope_head_dim=width, **SIZES))
+    del plain["rope_theta"], plain["rope_scaling"]
+    return from_dict(plain | rope_fields(theta, yarn, form))
+
+
+@settings(max_examples=200, deadline=None)
+@given(widths, bases, published, forms)
+@example(
+    64, 10_000.0, {"factor": 40.0, "original_max_position_embeddings": 4096}, "rope_parameters"
+)
+@example(8, 10_000.0, {"factor": 1.0, "original_max_position_embeddings": 64}, "rope_parameters")
+@example(  # no pair completes a turn: the ramp is empty at its lower end
+    8, 10_000.0, {"factor": 4.0, "original_max_position_embeddings": 6}, "rope_scaling, type"
+)
+@example(  # every pair turns often: the ramp is clipped at its upper end
+    8, 2.0, {"factor": 4.0, "original_max_position_embeddings": 300}, "rope_scaling, type"
+)
+@example(  # the scale is left alone, the table is lengthened
+    8,
+    10_000.0,
+    {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 0.5, "mscale_all_dim": 0.0},
+    "rope_parameters",
+)
+def test_frequencies_table_and_scale_equal_transformers(width, theta, yarn, form):
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
+
+    theirs = transformers_config(width, rope_fields(theta, yarn, form))
+    made = ours(width, theta, yarn, form)
+    scaling = made.rope_scaling
+    assert scaling is not None
+    try:
+        low, high = yarn_ramp(width, theta, scaling)
+    except ConfigError:
+        event("refused")
+        assert runs_backward(width, theta, scaling)
+        return
+    event("empty ramp" if low == high else "ramp")
+    event("clipped above" if high == width - 1 else "not clipped above")
+    embedding = modeling.DeepseekV3RotaryEmbedding(theirs)
+    speeds = yarn_frequencies(width, theta, scaling)
+    torch.testing.assert_close(speeds, embedding.inv_freq, rtol=3e-7, atol=0)
+    assert yarn_magnitude(scaling) == pytest.approx(embedding.attention_scaling, rel=1e-12)
+    attention = modeling.DeepseekV3Attention(theirs, 0)
+    assert softmax_scale(made) == pytest.approx(attention.scaling, rel=1e-12)
+    cos, sin = embedding(torch.zeros(1), torch.arange(30)[None])  # (1, T, R), each half the pairs
+    table = torch.stack([cos[0, :, : width // 2], sin[0, :, : width // 2]])
+    torch.testing.assert_close(rotation(made, 0, 30), table, rtol=1e-5, atol=1e-5)
+
+
+def runs_backward(width: int, theta: float, yarn: YarnConfig) -> bool:
+    """Whether the published ramp would end before it begins, and slow the wrong pairs."""
+
+    def pair(turns: float) -> float:
+        period = yarn.original_max_position_embeddings / (turns * 2 * math.pi)
+        return width * math.log(period) / (2 * math.log(theta))
+
+    first, last = math.floor(pair(yarn.beta_fast)), math.ceil(pair(yarn.beta_slow))
+    return max(first, 0) > min(last, width - 1)
+
+
+@quick
+@given(widths, bases)
+def test_plain_frequencies_equal_transformers_to_the_bit(width, theta):
+    """Angles grow with the position: at 160,000 tokens a last bit is a hundredth of a radian."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
+
+    theirs = transformers_config(width, {"rope_theta": theta})
+    speeds, magnitude = modeling.DeepseekV3RotaryEmbedding.compute_default_rope_parameters(theirs)
+    assert torch.equal(frequencies(width, theta), speeds)
+    assert magnitude == 1.0
+
+
+@pytest.mark.parametrize(
+    ("theta", "changes", "named"),
+    [
+        (1.0, {}, "rope_theta is 1.0"),
+        (0.5, {}, "rope_theta is 0.5"),
+        (10_000.0, {"beta_fast": 1.0, "beta_slow": 32.0}, "beta_fast=1.0 must exceed"),
+        (10_000.0, {"original_max_position_embeddings": 2}, "backward, from pair 0"),
+        (1.5, {"original_max_position_embeddings": 4096}, "backward, from pair"),
+    ],
+)
+def test_a_ramp_that_would_slow_the_wrong_pairs_is_refused(theta, changes, named):
+    yarn = YarnConfig(**{"factor": 4.0, "original_max_position_embeddings": 64} | changes)
+    with pytest.raises(ConfigError, match=named):
+        yarn_frequencies(64, theta, yarn)
