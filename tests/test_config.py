@@ -208,10 +208,10 @@ def test_yarn_is_read_in_either_form():
     assert from_dict(PUBLISHED | {"rope_scaling": None}).rope_scaling is None
 
 
-def test_a_missing_mscale_all_dim_is_zero():
+def test_missing_mscales_are_zero():
     scaling = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 1024}
     assert from_dict(PUBLISHED | {"rope_scaling": scaling}).rope_scaling == YarnConfig(
-        factor=4, original_max_position_embeddings=1024, mscale_all_dim=0.0
+        factor=4, original_max_position_embeddings=1024, mscale=0.0, mscale_all_dim=0.0
     )
 
 
