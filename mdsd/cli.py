@@ -1,4 +1,4 @@
-"""The front door: `mdsd prepare`, `train`, `sample` and `evaluate`.
+"""The front door: `mdsd prepare`, `train`, `sample`, `evaluate`, `export` and `import`.
 
 The options are the fields of the configuration classes; a user's mistake ends in one line.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -19,10 +20,13 @@ import tyro
 from mdsd.config import PRESETS, ConfigError, MdsdError, ModelConfig, preset
 from mdsd.counting import count_parameters
 from mdsd.model.generate import Sampling, sample_stories, story_loss, tell_story
+from mdsd.model.hub import HubError, save_pretrained
+from mdsd.model.published import from_pretrained, read_config, save_run
 from mdsd.training.checkpoint import load_run
 from mdsd.training.corpus import Level, check_story, entropy_per_token, generate_stories
 from mdsd.training.data import TokenData
 from mdsd.training.loop import train
+from mdsd.training.portable import tokenizer_of
 from mdsd.training.prepare import PrepareConfig, prepare
 from mdsd.training.step import TrainConfig
 
@@ -139,6 +143,72 @@ def evaluate_command(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Which model to write, and where."""
+
+    run: Path
+    """Folder that `mdsd train` wrote; its best checkpoint is exported."""
+    out: Path
+    """New folder for config.json, the weights and the tokenizer."""
+
+
+def export_command(config: Annotated[ExportConfig, Flat]) -> None:
+    """Write a model in the DeepSeek-V3 format, which transformers loads.
+
+    For example:
+      mdsd export --run runs/tiny --out hf/tiny
+    """
+    model, tokenizer = load_run(config.run)
+    save_pretrained(model, config.out, tokenizer)
+    if tokenizer.kept_ids is not None:
+        say(
+            "The vocabulary is cut, and transformers can only come close to how mdsd splits text: "
+            "rare words may become other tokens (the chapter on portable tokens counts them)."
+        )
+    say(
+        f"{config.out} is ready. What to do next, where transformers is installed:",
+        '  python -c "from transformers import pipeline; '
+        f"print(pipeline('text-generation', {str(config.out)!r})('One day,')[0])\"",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportConfig:
+    """Which model to read, and where its run folder goes."""
+
+    folder: Path
+    """Folder in the DeepSeek-V3 format, for example one that `mdsd export` wrote."""
+    out: Path
+    """New run folder, for `mdsd sample` and `mdsd evaluate`."""
+
+
+def import_command(config: Annotated[ImportConfig, Flat]) -> None:
+    """Read a model in the DeepSeek-V3 format into a run folder.
+
+    For example:
+      mdsd import --folder hf/tiny --out runs/imported
+    """
+    read_config(config.folder)  # is it a model's folder at all?
+    tokenizer = tokenizer_of(config.folder)
+    if tokenizer is None:
+        raise HubError(
+            f"{config.folder} holds no tokenizer_meta.json, mdsd's own tokenizer, without which "
+            "a run can tell no story. The model alone can be read in Python: "
+            "mdsd.model.published.from_pretrained(folder) turns token ids into logits"
+        )
+    with warnings.catch_warnings(record=True) as remarks:
+        warnings.simplefilter("always")
+        model = from_pretrained(config.folder)
+    for remark in remarks:
+        say(f"Note: {remark.message}.")
+    save_run(model, tokenizer, config.out)
+    say(
+        f"{config.out} is ready. What to do next:",
+        f'  mdsd sample --run {config.out} --prompt "One day,"',
+    )
+
+
 def check_size(model: ModelConfig) -> None:
     """Raise a `ConfigError` if the model is one that only a cluster could train."""
     total = count_parameters(model).total
@@ -195,6 +265,8 @@ def main(arguments: list[str] | None = None) -> int:
                 "train": train_command_for(preset_in(arguments)),
                 "sample": sample_command,
                 "evaluate": evaluate_command,
+                "export": export_command,
+                "import": import_command,
             },
             prog="mdsd",
             description="Build, train and question a mini DeepSeek-V3.",

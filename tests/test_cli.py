@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from mdsd.cli import EvaluateConfig, SampleConfig, main, preset_in
+from mdsd.cli import (
+    EvaluateConfig,
+    ExportConfig,
+    ImportConfig,
+    SampleConfig,
+    main,
+    preset_in,
+)
 from mdsd.config import PRESETS, ConfigError, ModelConfig
 from mdsd.model.generate import Sampling
 from mdsd.training.checkpoint import checkpoints, load_run
@@ -68,6 +75,8 @@ OPTIONS = {
     "train": [TrainConfig, ModelConfig],
     "sample": [SampleConfig, Sampling],
     "evaluate": [EvaluateConfig, Sampling],
+    "export": [ExportConfig],
+    "import": [ImportConfig],
 }
 
 
@@ -145,6 +154,42 @@ def test_from_text_to_story_and_on(data, tmp_path, ask):
     assert steps == [1, 2, 3, 4, 5]
 
 
+def test_out_to_others_and_back(run, tmp_path, ask):
+    folder, back = tmp_path / "hf" / "tiny", tmp_path / "imported"
+    status, story, remarks = ask("export", "--run", run, "--out", folder)
+    assert (status, story) == (0, "")
+    assert "rare words may become other tokens" in remarks  # the vocabulary is cut
+    assert f"pipeline('text-generation', {str(folder)!r})" in remarks
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(os.listdir(folder))
+    status, story, remarks = ask("import", "--folder", folder, "--out", back)
+    assert (status, story) == (0, "")
+    assert "Note" not in remarks
+    assert f"mdsd sample --run {back}" in remarks
+    (before, words), (after, same_words) = load_run(run), load_run(back)
+    assert before.config == after.config
+    assert words.to_meta() == same_words.to_meta()
+    for name, tensor in before.state_dict().items():
+        assert tensor.equal(after.state_dict()[name]), name
+    one, two = (ask("sample", "--run", where, "--max-new-tokens", 30)[1] for where in (run, back))
+    assert one == two
+
+
+def test_importing_says_what_is_missing(run, tmp_path, ask):
+    folder = tmp_path / "hf"
+    assert ask("export", "--run", run, "--out", folder)[0] == 0
+    (folder / "mtp.safetensors").unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    status, _, remarks = ask("import", "--folder", folder, "--out", tmp_path / "new")
+    assert status == 0
+    assert "Note: 0 of 1 configured MTP modules are there" in remarks
+    assert len(load_run(tmp_path / "new")[0].mtp) == 0
+    (folder / "tokenizer_meta.json").unlink()
+    told = explained(*ask("import", "--folder", folder, "--out", tmp_path / "newer"))
+    assert "tokenizer_meta.json" in told
+    assert "from_pretrained" in told
+    assert not (tmp_path / "newer").exists()
+
+
 def test_preparing_says_what_it_made(tmp_path, ask):
     out = tmp_path / "d"
     status, story, remarks = ask("prepare", "--out", out, "--stories", 40, "--workers", 1)
@@ -204,6 +249,11 @@ MISTAKES = {  # arguments → words of the explanation
     "data folder below a file": ("prepare --out {file}/new --stories 9", "cannot write"),
     "missing source": ("prepare --out new --source none.txt", "none.txt does not exist"),
     "no stories": ("prepare --out new --stories 0", "1 or more"),
+    "missing run to export": ("export --run nowhere --out new", "nowhere is no run folder"),
+    "export folder taken": ("export --run {run} --out {data}", "not empty"),
+    "export folder below a file": ("export --run {run} --out {file}/new", "cannot write"),
+    "missing folder to import": ("import --folder nowhere --out new", "nowhere holds no config"),
+    "a run to import": ("import --folder {run} --out new", "model_type is None"),
     "empty source": ("prepare --out new --source {file}", "stor"),
 }
 

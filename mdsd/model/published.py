@@ -177,7 +177,7 @@ class Weights:
         except HubError as error:
             raise HubError(f"{name}: {error}") from error
 
-# %% ../../chapters/10a_published.ipynb #1494d5e6
+# %% ../../chapters/10a_published.ipynb #65a6603e
 def mtp_modules(config: ModelConfig, names: set[str]) -> int:
     """How many MTP modules to read: as many as configured, or all that the folder has."""
     modules = range(config.num_nextn_predict_layers)
@@ -185,8 +185,8 @@ def mtp_modules(config: ModelConfig, names: set[str]) -> int:
     count = max(found, default=-1) + 1
     if count < len(modules):
         warnings.warn(
-            f"{len(modules)} MTP modules are configured and {count} are there: read without the "
-            "others, which only training and speculative decoding need",
+            f"{count} of {len(modules)} configured MTP modules are there: read without the others, "
+            "which only training and speculative decoding need",
             stacklevel=3,
         )
     return count

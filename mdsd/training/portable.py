@@ -89,7 +89,7 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
         "model": merging(tokenizer) if tokenizer.kept_ids is None else fewest(tokenizer),
     }
 
-# %% ../../chapters/09c_portable_tokens.ipynb #2d189218
+# %% ../../chapters/09c_portable_tokens.ipynb #4bb7296e
 def tokenizer_config(longest: int) -> dict[str, Any]:
     """The `tokenizer_config.json` of transformers for texts of up to `longest` tokens."""
     names = dict.fromkeys(["bos_token", "eos_token", "pad_token"], END_OF_TEXT)
@@ -99,6 +99,7 @@ def tokenizer_config(longest: int) -> dict[str, Any]:
         "add_bos_token": True,
         "clean_up_tokenization_spaces": False,
         "model_max_length": longest,
+        "padding_side": "left",  # so that the last place of every row is a real token
     }
 
 
