@@ -9,14 +9,14 @@ __all__ = ['AT_LEAST_ONE', 'AT_LEAST_ZERO', 'ABOVE_ZERO', 'DEEPSEEK_V3', 'TINY',
            'check_positions', 'check', 'preset', 'check_file', 'rope_from_dict', 'yarn_from_dict', 'to_dict',
            'from_dict']
 
-# %% ../chapters/01_config.ipynb #87ec080b
+# %% ../chapters/01_config.ipynb #4bf6f1f9
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from math import isfinite
 from operator import attrgetter
 from typing import Any
 
-# %% ../chapters/01_config.ipynb #a418c097
+# %% ../chapters/01_config.ipynb #dd1843d1
 class MdsdError(Exception):
     """Base of every error that a user can cause: it says what was wrong and what to do."""
 
@@ -24,7 +24,7 @@ class MdsdError(Exception):
 class ConfigError(MdsdError):
     """A setting that no model can have, alone or together with the others."""
 
-# %% ../chapters/01_config.ipynb #fa2be403
+# %% ../chapters/01_config.ipynb #bd31cde1
 @dataclass(frozen=True, kw_only=True)
 class YarnConfig:
     """Stretch RoPE to longer contexts ([YaRN]; V3 section 4.3 uses these values)."""
@@ -61,7 +61,7 @@ class AttentionConfig:
         """Numbers kept a token and layer while generating: the latent and the rotary key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
-# %% ../chapters/01_config.ipynb #da7e12f0
+# %% ../chapters/01_config.ipynb #2da31107
 @dataclass(frozen=True, kw_only=True)
 class FeedForwardConfig:
     """The fields of `ModelConfig` that shape dense FFNs and mixtures of experts."""
@@ -81,7 +81,7 @@ class FeedForwardConfig:
         """Whether `layer` has a dense FFN; the MTP blocks count on from the last layer."""
         return layer < self.first_k_dense_replace
 
-# %% ../chapters/01_config.ipynb #2267e983
+# %% ../chapters/01_config.ipynb #76b5c10c
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(FeedForwardConfig, AttentionConfig):
     """Every number that defines a mini-DeepSeek; a `ConfigError` refuses what defines none."""
@@ -96,7 +96,7 @@ class ModelConfig(FeedForwardConfig, AttentionConfig):
     def __post_init__(self) -> None:
         check(self)
 
-# %% ../chapters/01_config.ipynb #a4c39c26
+# %% ../chapters/01_config.ipynb #1413ace0
 AT_LEAST_ONE = (
     "vocab_size hidden_size num_hidden_layers num_attention_heads kv_lora_rank qk_nope_head_dim "
     "qk_rope_head_dim v_head_dim intermediate_size moe_intermediate_size n_routed_experts "
@@ -123,7 +123,7 @@ def check_numbers(settings: object, names: Sequence[str], least: float | None = 
             range_ = "greater than 0" if least is None else f"of at least {least}"
             raise ConfigError(f"{name} is {value!r}; it must be a number {range_}")
 
-# %% ../chapters/01_config.ipynb #7e70d74b
+# %% ../chapters/01_config.ipynb #8c3e4609
 def check_routing(config: FeedForwardConfig) -> None:
     """Raise a `ConfigError` unless experts and groups divide into a routing [V3] (12)–(16)."""
     experts, groups = config.n_routed_experts, config.n_group
@@ -142,7 +142,7 @@ def check_routing(config: FeedForwardConfig) -> None:
             f"{config.topk_group} of n_group={groups} leaves only {reachable} experts to choose"
         )
 
-# %% ../chapters/01_config.ipynb #4bf6b9c5
+# %% ../chapters/01_config.ipynb #e69dff4c
 def check_positions(config: AttentionConfig) -> None:
     """Raise a `ConfigError` unless RoPE and YaRN can turn `qk_rope_head_dim` numbers."""
     if config.qk_rope_head_dim % 2:
@@ -171,7 +171,7 @@ def check(config: ModelConfig) -> None:
     check_routing(config)
     check_positions(config)
 
-# %% ../chapters/01_config.ipynb #0b0b4c86
+# %% ../chapters/01_config.ipynb #c84e84c3
 DEEPSEEK_V3 = ModelConfig(
     vocab_size=129_280, hidden_size=7168, num_hidden_layers=61, num_nextn_predict_layers=1,
     num_attention_heads=128, kv_lora_rank=512, q_lora_rank=1536,
@@ -181,7 +181,7 @@ DEEPSEEK_V3 = ModelConfig(
     max_position_embeddings=163_840, rope_scaling=YarnConfig(), initializer_range=0.006,
 )  # fmt: skip
 
-# %% ../chapters/01_config.ipynb #2e681a82
+# %% ../chapters/01_config.ipynb #e91495be
 TINY = ModelConfig(  # trains on two CPU cores in minutes
     vocab_size=50_257, hidden_size=128, num_hidden_layers=4, num_nextn_predict_layers=1,
     num_attention_heads=4, kv_lora_rank=64, q_lora_rank=96,
@@ -199,7 +199,7 @@ MINI = ModelConfig(  # fits one consumer GPU
     max_position_embeddings=1024, initializer_range=0.044,
 )  # fmt: skip
 
-# %% ../chapters/01_config.ipynb #d015458a
+# %% ../chapters/01_config.ipynb #a7fb8a23
 DEEPSEEK_V2 = ModelConfig(  # like V2-Lite for counting only: V2 routes by a softmax, not built here
     vocab_size=102_400, hidden_size=5120, num_hidden_layers=60,
     num_attention_heads=128, kv_lora_rank=512, q_lora_rank=1536,
@@ -234,7 +234,7 @@ def preset(name: str, **changes: Any) -> ModelConfig:
         raise ConfigError(f"ModelConfig has no field {', '.join(sorted(unknown))}")
     return replace(PRESETS[name], **changes)
 
-# %% ../chapters/01_config.ipynb #7ed34fd7
+# %% ../chapters/01_config.ipynb #7c0a69ea
 BUILT_ONE_WAY = {
     "model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc",
     "moe_layer_freq": 1, "hidden_act": "silu", "attention_bias": False,
@@ -252,7 +252,7 @@ def check_file(values: dict[str, Any]) -> None:
         if values.get(name, built) != built:
             raise ConfigError(f"{name} is {values[name]!r}; only {built!r} can be built here")
 
-# %% ../chapters/01_config.ipynb #042ea298
+# %% ../chapters/01_config.ipynb #f54a34be
 def rope_from_dict(values: dict[str, Any]) -> dict[str, Any]:
     """The fields `rope_theta` and `rope_scaling` from either form of a `config.json`."""
     name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
@@ -277,7 +277,7 @@ def yarn_from_dict(values: dict[str, Any]) -> YarnConfig | None:
     said = {f.name: values[f.name] for f in fields(YarnConfig) if f.name in values}
     return YarnConfig(**{"mscale": 0.0, "mscale_all_dim": 0.0} | said)
 
-# %% ../chapters/01_config.ipynb #a097828d
+# %% ../chapters/01_config.ipynb #3177d948
 def to_dict(config: ModelConfig) -> dict[str, Any]:
     """`config` as plain values, ready for a `config.json`."""
     return asdict(config)
