@@ -8,7 +8,7 @@ __all__ = ['Shapes', 'PARTS', 'QWEN_2_5_72B', 'LLAMA_3_1_405B', 'Countable', 'ff
            'count_parameters', 'DenseConfig', 'cache_bytes', 'look_width', 'working_weights', 'training_flops',
            'look_flops']
 
-# %% ../chapters/01a_counting.ipynb #d1c909c8
+# %% ../chapters/01a_counting.ipynb #330d161f
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from .config import ModelConfig
 
-# %% ../chapters/01a_counting.ipynb #b34abcb7
+# %% ../chapters/01a_counting.ipynb #7e770639
 Shapes = Iterator[tuple[str, tuple[int, ...]]]  # names and shapes of parameters
 
 
@@ -26,7 +26,7 @@ def ffn_shapes(config: ModelConfig, inner: int) -> Shapes:
     yield "up_proj.weight", (inner, config.hidden_size)
     yield "down_proj.weight", (config.hidden_size, inner)
 
-# %% ../chapters/01a_counting.ipynb #ea327944
+# %% ../chapters/01a_counting.ipynb #60528ee2
 def moe_shapes(config: ModelConfig) -> Shapes:
     """Names and shapes of one mixture of experts; routed experts are stacked along E."""
     experts, inner = config.n_routed_experts, config.moe_intermediate_size
@@ -37,7 +37,7 @@ def moe_shapes(config: ModelConfig) -> Shapes:
         for name, shape in ffn_shapes(config, inner * config.n_shared_experts):
             yield f"shared_experts.{name}", shape
 
-# %% ../chapters/01a_counting.ipynb #58f8aff0
+# %% ../chapters/01a_counting.ipynb #c606c5bf
 def attention_shapes(config: ModelConfig) -> Shapes:
     """Names and shapes of one multi-head latent attention [V3] (1)–(11)."""
     heads, latent = config.num_attention_heads, config.kv_lora_rank
@@ -52,7 +52,7 @@ def attention_shapes(config: ModelConfig) -> Shapes:
     yield "kv_b_proj.weight", (heads * (config.qk_nope_head_dim + config.v_head_dim), latent)
     yield "o_proj.weight", (config.hidden_size, heads * config.v_head_dim)
 
-# %% ../chapters/01a_counting.ipynb #641a963e
+# %% ../chapters/01a_counting.ipynb #6ab17e62
 def block_shapes(config: ModelConfig, layer: int) -> Shapes:
     """Names and shapes of the Transformer block at `layer`."""
     yield "input_layernorm.weight", (config.hidden_size,)
@@ -76,7 +76,7 @@ def mtp_shapes(config: ModelConfig, depth: int) -> Shapes:
         yield f"block.{name}", shape
     yield "norm.weight", (width,)
 
-# %% ../chapters/01a_counting.ipynb #172118a7
+# %% ../chapters/01a_counting.ipynb #48fbee51
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter, without building the model.
 
@@ -91,7 +91,7 @@ def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"mtp.{depth}.{name}": s for name, s in mtp_shapes(config, depth)}
     return shapes
 
-# %% ../chapters/01a_counting.ipynb #3abb8920
+# %% ../chapters/01a_counting.ipynb #b33983e0
 PARTS = {  # piece of a parameter's name → the part it plays; the first that fits
     "embed_tokens": "embedding",
     "lm_head": "head",
@@ -124,7 +124,7 @@ def shares(config: ModelConfig) -> Iterator[Share]:
         working = (config.num_experts_per_tok, *shape[1:]) if routed else shape
         yield Share(place, part, prod(shape), prod(working))
 
-# %% ../chapters/01a_counting.ipynb #b335c556
+# %% ../chapters/01a_counting.ipynb #29fdb365
 def count_by(label: str, counted: Iterable[Share]) -> dict[str, tuple[int, int]]:
     """Total and active parameters by "place" or by "part"."""
     sums: dict[str, tuple[int, int]] = {}
@@ -152,7 +152,7 @@ def count_parameters(config: ModelConfig) -> ParameterCount:
             total, active = total + stored, active + working
     return ParameterCount(total, active, mtp)
 
-# %% ../chapters/01a_counting.ipynb #bf063727
+# %% ../chapters/01a_counting.ipynb #1946c72b
 @dataclass(frozen=True, kw_only=True)
 class DenseConfig:
     """A dense Transformer with grouped-query attention: to compare with, not to build."""
@@ -183,7 +183,7 @@ class DenseConfig:
         norms = (2 * self.num_hidden_layers + 1) * self.hidden_size
         return self.num_hidden_layers * layer + norms + 2 * self.vocab_size * self.hidden_size
 
-# %% ../chapters/01a_counting.ipynb #7a12d05a
+# %% ../chapters/01a_counting.ipynb #09bf416a
 QWEN_2_5_72B = DenseConfig(
     vocab_size=152_064, hidden_size=8192, num_hidden_layers=80, num_attention_heads=64,
     num_key_value_heads=8, qk_head_dim=128, v_head_dim=128, intermediate_size=29_568,
@@ -195,12 +195,12 @@ LLAMA_3_1_405B = DenseConfig(
 )  # fmt: skip
 Countable = ModelConfig | DenseConfig
 
-# %% ../chapters/01a_counting.ipynb #417305e5
+# %% ../chapters/01a_counting.ipynb #58f7774d
 def cache_bytes(config: Countable, bytes_a_number: int = 2) -> int:
     """Bytes of key-value cache that one token of a conversation costs, in all layers [ISCA]."""
     return config.num_hidden_layers * config.cache_width * bytes_a_number
 
-# %% ../chapters/01a_counting.ipynb #169deaf5
+# %% ../chapters/01a_counting.ipynb #42973bd5
 def look_width(config: Countable) -> int:
     """Numbers multiplied a layer where a token looks at another, in training: H (d_qk + d_v)."""
     return config.num_attention_heads * (config.qk_head_dim + config.v_head_dim)
@@ -225,7 +225,7 @@ def training_flops(config: Countable, length: int = 4096, causal: bool = True) -
     looking = 2 * config.num_hidden_layers * look_width(config) * seen
     return 3 * (2 * working_weights(config) + looking)
 
-# %% ../chapters/01a_counting.ipynb #717d5216
+# %% ../chapters/01a_counting.ipynb #422785da
 def look_flops(config: Countable) -> int:
     """Operations, in all layers, to look at one cached token while writing another.
 
