@@ -45,17 +45,18 @@ def few(names: Iterable[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
 
-# %% ../../chapters/10a_published.ipynb #0301f147
+# %% ../../chapters/10a_published.ipynb #bc0ed429
 def block_size(values: dict[str, Any]) -> int:
     """Width of the blocks that a `config.json` says its FP8 weights are scaled in."""
     settings = values.get("quantization_config") or {"quant_method": "fp8"}
-    block = settings.get("weight_block_size") or [128, 128]
-    if settings.get("quant_method") != "fp8" or len(set(block)) != 1:
-        raise HubError(
-            f"quantization_config is {settings!r}; only FP8 in square blocks can be read here: "
-            "look for the weights in bfloat16"
-        )
-    return int(block[0])
+    if isinstance(settings, dict) and settings.get("quant_method") == "fp8":
+        match settings.get("weight_block_size", [128, 128]):
+            case [int(rows), int(columns)] if rows == columns > 0:
+                return rows
+    raise HubError(
+        f"config.json's quantization_config is {settings!r}; only FP8 in square blocks can be "
+        "read here: look for the weights in bfloat16"
+    )
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, int]:
@@ -73,7 +74,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, int]:
     except ConfigError as error:
         raise HubError(f"{path}: {error}") from error
 
-# %% ../../chapters/10a_published.ipynb #01f8d624
+# %% ../../chapters/10a_published.ipynb #6b4c79ef
 PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
 
 
@@ -81,7 +82,7 @@ def check_inside(folder: Path, name: object) -> Path:
     """The file `name` of `folder`; a `HubError` if it would lie anywhere else."""
     path = folder / str(name)
     # The hub's own cache keeps a snapshot's files as links into the folder `blobs` beside it.
-    homes = [folder.resolve(), folder.resolve().parents[1] / "blobs"]
+    homes = [folder.resolve(), folder.resolve().parent.parent / "blobs"]
     plain = isinstance(name, str) and name not in ("", "..") and Path(name).name == name
     if not plain or "\\" in str(name) or path.resolve().parent not in homes:
         raise HubError(f"{folder / INDEX} names the file {name!r}, which is outside of the folder")
@@ -237,7 +238,7 @@ def check_shapes(wanted: list[Piece], weights: Weights, state: dict[str, Tensor]
     if wrong:
         raise HubError(f"the folder holds {few(wrong)}: is its config.json its own?")
 
-# %% ../../chapters/10a_published.ipynb #60a5a268
+# %% ../../chapters/10a_published.ipynb #c1142fa6
 @torch.no_grad()
 def fill(model: MiniDeepSeek, wanted: list[Piece], weights: Weights) -> None:
     """Read the tensors one by one into `model`, and compare those that MTP modules repeat."""
@@ -245,10 +246,9 @@ def fill(model: MiniDeepSeek, wanted: list[Piece], weights: Weights) -> None:
     for piece in wanted:
         state[piece.ours][piece.part].copy_(weights.read(piece.name))
     for copy in shared_copies(model.config):
-        if copy.name in weights.home:
-            read = weights.read(copy.name).to(state[copy.ours].dtype)
-            if not torch.equal(read, state[copy.ours]):
-                raise HubError(f"{copy.name} differs from {copy.ours}; here, MTP modules share it")
+        ours = state[copy.ours]
+        if copy.name in weights.home and not ours.equal(weights.read(copy.name).to(ours.dtype)):
+            raise HubError(f"{copy.name} differs from {copy.ours}; here, MTP modules share it")
 
 
 def from_pretrained(folder: Path | str, dtype: torch.dtype = torch.float32) -> MiniDeepSeek:
