@@ -13,12 +13,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
 
 from mdsd.config import MdsdError, from_dict, preset
 from mdsd.training.checkpoint import CheckpointError, checkpoints, load_run, save_checkpoint
 from mdsd.training.data import PrepareConfig, TokenData, batch, prepare
-from mdsd.training.loop import Interrupted, TrainingError, read_log, train
+from mdsd.training.loop import (
+    Interrupted,
+    TrainingError,
+    draw_losses,
+    progress_text,
+    read_log,
+    train,
+)
 from mdsd.training.step import StepReport, TrainConfig, backward, learning_rate, train_step, update
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "q_lora_rank": 16, "kv_lora_rank": 16}
@@ -106,7 +114,8 @@ def test_a_run_leaves_what_it_promises(config, model, capsys):
     assert (config.out / "loss.png").read_bytes().startswith(b"\x89PNG")
     values = json.loads((config.out / "config.json").read_text(encoding="utf-8"))
     assert from_dict(values) == model
-    assert values["training"]["learning_rate"] == config.learning_rate
+    for name in ("learning_rate", "mtp_weight", "mtp_late_weight", "mtp_late_from"):
+        assert values["training"][name] == getattr(config, name)
     log = read_log(config.out / "log.jsonl")
     assert [line["step"] for line in log if line["split"] == "train"] == list(range(1, 11))
     assert [line["step"] for line in log if line["split"] == "val"] == [4, 8, 10]
@@ -115,6 +124,27 @@ def test_a_run_leaves_what_it_promises(config, model, capsys):
     assert captured.out == ""
     assert "loss" in captured.err
     assert "tokens/s" in captured.err
+
+
+@pytest.mark.parametrize("depths", [0, 1, 3])
+def test_every_depth_is_logged_drawn_and_shown(depths, config, model, capsys):
+    train(config, replace(model, num_nextn_predict_layers=depths))
+    log = read_log(config.out / "log.jsonl")
+    assert {len(line["mtp"]) for line in log} == {depths}
+    axes = Figure().subplots()
+    draw_losses(axes, log)
+    for depth in range(1 + depths):
+        label = f"MTP depth {depth}" if depth else "main"
+        for split in ("train", "val"):
+            expected = [
+                [line["main"], *line["mtp"]][depth] for line in log if line["split"] == split
+            ]
+            (curve,) = (c for c in axes.lines if c.get_label() == f"{label}, {split}")
+            assert curve.get_ydata().tolist() == expected
+    assert len(axes.lines) == 2 * (1 + depths)
+    shown = progress_text(log[-2])
+    assert shown.count(".") == 1 + depths
+    assert shown in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("stop", [3, 5, 9])  # at a save, between two, beside an evaluation

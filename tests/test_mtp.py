@@ -157,29 +157,28 @@ def test_losses_equal_a_slow_reference(data: st.DataObject, depths: int, batch: 
 END = 30  # the token between two stories
 
 
-def test_each_place_is_given_and_judged_by_the_rule_also_at_borders(monkeypatch):
+@pytest.mark.parametrize("seed", range(5))
+def test_each_place_is_given_and_judged_by_the_rule_also_at_borders(seed: int, monkeypatch):
     """Depth k at place i: t_{i+k} enters and t_{i+k+1} is judged, in windows of a packed stream."""
     stream = np.concatenate([[*range(1, n), END] for n in (5, 2, 9, 1, 1, 7, 12, 3, 30)])
-    for seed in range(5):
-        tokens, targets = draw(stream, batch_size=3, seq_len=10, seed=seed, step=0)
-        window = torch.cat([tokens, targets[:, -1:]], dim=1)
-        entered, wanted = [], []
-        model = hard_model(3)
-        model.embed_tokens.register_forward_hook(lambda _, args, __: entered.append(args[0]))
+    tokens, targets = draw(stream, batch_size=3, seq_len=10, seed=seed, step=0)
+    window = torch.cat([tokens, targets[:, -1:]], dim=1)
+    entered, wanted = [], []
+    model = hard_model(3)
+    model.embed_tokens.register_forward_hook(lambda _, args, __: entered.append(args[0]))
 
-        def judge(logits: Tensor, targets: Tensor) -> Tensor:
-            assert logits.shape[:2] == targets.shape
-            wanted.append(targets)
-            return logits.sum()
+    def judge(logits: Tensor, targets: Tensor) -> Tensor:
+        assert logits.shape[:2] == targets.shape
+        wanted.append(targets)
+        return logits.sum()
 
-        with monkeypatch.context() as patch:
-            patch.setattr(transformer, "cross_entropy", judge)
-            model(tokens, targets)
-        for k in range(4):
-            for i in range(10 - k):
-                assert torch.equal(entered[k][:, i], window[:, i + k])
-                assert torch.equal(wanted[k][:, i], window[:, i + k + 1])
-            assert entered[k].shape == wanted[k].shape == (3, 10 - k)
+    monkeypatch.setattr(transformer, "cross_entropy", judge)
+    model(tokens, targets)
+    for k in range(4):
+        for i in range(10 - k):
+            assert torch.equal(entered[k][:, i], window[:, i + k])
+            assert torch.equal(wanted[k][:, i], window[:, i + k + 1])
+        assert entered[k].shape == wanted[k].shape == (3, 10 - k)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])

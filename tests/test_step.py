@@ -13,12 +13,14 @@ from mdsd.model.transformer import MiniDeepSeek
 from mdsd.training.step import (
     TrainConfig,
     TrainingError,
+    backward,
     choose_device,
     choose_dtype,
     decay_groups,
     evaluate,
     initial_state,
     learning_rate,
+    mtp_weight,
     train_step,
     update,
 )
@@ -47,6 +49,10 @@ def sample(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         ("learning_rate", math.nan),
         ("grad_clip", math.inf),
         ("warmup_steps", -1),
+        ("mtp_weight", -0.1),
+        ("mtp_late_weight", math.nan),
+        ("mtp_late_from", 1.5),
+        ("mtp_late_from", math.nan),
         ("seed", -1),
     ],
 )
@@ -69,6 +75,48 @@ def test_learning_rate_rises_then_falls_to_a_tenth():
 def test_a_warm_up_longer_than_the_run_never_ends():
     config = settings(steps=10, warmup_steps=100, learning_rate=1.0)
     assert learning_rate(9, config) == pytest.approx(0.1)
+
+
+def test_the_weight_of_mtp_falls_where_v3_let_it_fall():
+    """0.3 for the first 10 of 14.8 trillion tokens, 0.1 for the remaining 4.8 [V3] section 4.2."""
+    config = settings(steps=1480)
+    weights = [mtp_weight(step, config) for step in range(1480)]
+    assert weights == [0.3] * 1000 + [0.1] * 480
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [(0.0, [0.2] * 4), (0.25, [0.5, 0.2, 0.2, 0.2]), (0.9, [0.5] * 4), (1.0, [0.5] * 4)],
+)
+def test_the_weight_of_mtp_switches_once_at_a_share_of_the_run(share, expected):
+    config = settings(steps=4, mtp_weight=0.5, mtp_late_weight=0.2, mtp_late_from=share)
+    assert [mtp_weight(step, config) for step in range(4)] == expected
+
+
+@pytest.mark.parametrize("step", [0, 6, 7, 9])
+def test_a_step_weighs_mtp_by_its_place_in_the_run(step: int):
+    """A state at step 7 of 10, resumed or not, is weighed with the late weight."""
+    config = settings(steps=10, mtp_weight=3.0, mtp_late_weight=0.5, balance_weight=0.0)
+    state = initial_state(config, SMALL)
+    state.step = step
+    losses = state.model(*sample())
+    expected = losses.main + (3.0 if step < 7 else 0.5) * losses.mtp.mean()
+    expected = torch.autograd.grad(expected, list(state.model.parameters()))
+    backward(state, config, *sample())
+    for parameter, gradient in zip(state.model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("depths", [0, 1, 3])
+def test_every_depth_is_reported_in_training_and_evaluation(depths: int):
+    tokens = np.random.default_rng(0).integers(64, size=500).astype("<u2")
+    state = initial_state(settings(), replace(SMALL, num_nextn_predict_layers=depths))
+    for losses in (
+        train_step(state, settings(), *sample()).losses,
+        evaluate(state, settings(eval_batches=2), tokens),
+    ):
+        assert losses.mtp.shape == (depths,)
+        assert losses.mtp.isfinite().all()
 
 
 def test_matrices_decay_and_gains_do_not():

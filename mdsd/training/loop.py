@@ -14,15 +14,14 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TextIO
 
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 # %% auto #0
-__all__ = ['read_log', 'open_log', 'loss_record', 'draw_losses', 'plot_log', 'Interrupted', 'stop_on_signal', 'check_lengths',
-           'require_finite', 'set_learning_rate', 'after_step', 'run_steps', 'train', 'CheckpointError', 'TrainConfig',
-           'TrainingError', 'load_run']
+__all__ = ['read_log', 'open_log', 'loss_record', 'progress_text', 'draw_losses', 'plot_log', 'Interrupted', 'stop_on_signal',
+           'check_lengths', 'require_finite', 'set_learning_rate', 'after_step', 'run_steps', 'train',
+           'CheckpointError', 'TrainConfig', 'TrainingError', 'load_run']
 
 # %% ../../chapters/08c_training.ipynb #8eb3db77
 from tqdm import tqdm
@@ -87,17 +86,25 @@ def loss_record(losses: Losses) -> dict[str, Any]:
     }
 
 # %% ../../chapters/08c_training.ipynb #961f054c
+def progress_text(line: dict[str, Any]) -> str:
+    """What the progress bar says of a log line: main loss, MTP loss of each depth, speed."""
+    mtp = "".join(f" {loss:.3f}" for loss in line["mtp"])
+    losses = f"loss {line['main']:.3f}" + (f", MTP{mtp}" if mtp else "")
+    return f"{losses}, {line['tokens_per_second']:,} tokens/s"
+
+# %% ../../chapters/08c_training.ipynb #f2233fc7
 def draw_losses(axes: Axes, log: list[dict[str, Any]]) -> None:
-    """Draw main and MTP losses of a log, on training batches (thin) and validation (dots).
+    """Draw the losses of each depth, on training batches (thin) and validation (dots).
 
     The losses are on a logarithmic axis: late in a run, tenths matter.
     """
-    for name, label, color in (("main", "main", PALETTE[0]), ("mtp", "MTP", PALETTE[1])):
+    for depth in range(1 + max((len(line["mtp"]) for line in log), default=0)):
+        label, color = f"MTP depth {depth}" if depth else "main", PALETTE[depth % len(PALETTE)]
         for split, style in (("train", {"alpha": 0.5, "lw": 0.8}), ("val", {"marker": "o"})):
-            lines = [line for line in log if line["split"] == split and np.size(line[name])]
-            if lines:
-                values = [np.mean(line[name]) for line in lines]
-                steps = [line["step"] for line in lines]
+            lines = [line for line in log if line["split"] == split]
+            values = [[line["main"], *line["mtp"]][depth] for line in lines]
+            steps = [line["step"] for line in lines]
+            if steps:
                 axes.plot(steps, values, color=color, label=f"{label}, {split}", **style)
     axes.set(xlabel="step", ylabel="loss (nats a token)", yscale="log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -218,8 +225,9 @@ def run_steps(
             speed = (state.step - first) * x.numel() / (perf_counter() - start)
             line = {"split": "train", "step": state.step} | loss_record(report.losses)
             line |= {"grad_norm": report.grad_norm.item(), "learning_rate": rate}
-            log.write(json.dumps(line | {"tokens_per_second": round(speed)}) + "\n")
-            bar.set_postfix_str(f"loss {line['main']:.3f}, {speed:,.0f} tokens/s", refresh=False)
+            line |= {"tokens_per_second": round(speed)}
+            log.write(json.dumps(line) + "\n")
+            bar.set_postfix_str(progress_text(line), refresh=False)
             bar.update()
             stopping = stop.is_set()  # read once: a signal during the save waits for the next step
             after_step(state, config, data, log, stopping)

@@ -22,7 +22,7 @@ from ..model.transformer import Losses, MiniDeepSeek
 from .data import eval_batches
 
 # %% auto #0
-__all__ = ['DTYPES', 'StepFunction', 'TrainingError', 'RunConfig', 'TrainConfig', 'check_settings', 'learning_rate',
+__all__ = ['DTYPES', 'StepFunction', 'TrainingError', 'RunConfig', 'TrainConfig', 'check_settings', 'learning_rate', 'mtp_weight',
            'decay_groups', 'choose_device', 'choose_dtype', 'TrainState', 'initial_state', 'StepReport', 'backward',
            'update', 'train_step', 'evaluate']
 
@@ -78,7 +78,11 @@ class TrainConfig(RunConfig):
     grad_clip: float = 1.0
     """Largest norm of the gradient; longer ones are shortened to it."""
     mtp_weight: float = 0.3
-    """Weight λ of the multi-token prediction loss."""
+    """Weight λ of the multi-token prediction loss, at first."""
+    mtp_late_weight: float = 0.1
+    """The same weight late in the run."""
+    mtp_late_from: float = 10 / 14.8
+    """Share of the run after which it is late (V3: 10 of 14.8 trillion tokens)."""
     balance_weight: float = 1e-4
     """Weight α of the sequence-wise balance loss."""
     bias_speed: float = 1e-3
@@ -98,9 +102,12 @@ def check_settings(config: TrainConfig) -> None:
     for name in "learning_rate grad_clip".split():
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigError(f"{name} is {getattr(config, name)}; it must be greater than 0")
-    for name in "warmup_steps weight_decay mtp_weight balance_weight bias_speed seed".split():
+    weights = "weight_decay mtp_weight mtp_late_weight balance_weight"
+    for name in f"warmup_steps {weights} bias_speed seed".split():
         if not 0 <= getattr(config, name) < math.inf:
             raise ConfigError(f"{name} is {getattr(config, name)}; it must be 0 or greater")
+    if not 0 <= config.mtp_late_from <= 1:
+        raise ConfigError(f"mtp_late_from is {config.mtp_late_from}; it is a share from 0 to 1")
 
 # %% ../../chapters/08a_step.ipynb #c592d99f
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -109,6 +116,12 @@ def learning_rate(step: int, config: TrainConfig) -> float:
         return config.learning_rate * (step + 1) / config.warmup_steps
     done = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
     return config.learning_rate * (0.1 + 0.9 * (1 + math.cos(math.pi * done)) / 2)
+
+# %% ../../chapters/08a_step.ipynb #6b81f4f9
+def mtp_weight(step: int, config: TrainConfig) -> float:
+    """Weight λ of the MTP loss at `step` (0 first): 0.3, late in the run 0.1 [V3] section 4.2."""
+    late = step >= config.mtp_late_from * config.steps
+    return config.mtp_late_weight if late else config.mtp_weight
 
 # %% ../../chapters/08a_step.ipynb #1a7ffd6b
 def decay_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -200,7 +213,7 @@ def backward(state: TrainState, config: TrainConfig, x: Tensor, y: Tensor) -> Lo
     """Add the total loss on x, y (B, T) to the gradients; the losses, detached."""
     with state.autocast():
         losses = state.model(x, y)
-        total = losses.total(config.mtp_weight, config.balance_weight)
+        total = losses.total(mtp_weight(state.step, config), config.balance_weight)
     state.scaler.scale(total).backward()
     return Losses(*(part.detach() for part in losses))
 
