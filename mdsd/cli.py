@@ -22,6 +22,7 @@ from mdsd.counting import count_parameters
 from mdsd.model.generate import Sampling, sample_stories, story_loss, tell_story
 from mdsd.model.hub import HubError, save_pretrained
 from mdsd.model.published import from_pretrained, read_config, save_run
+from mdsd.model.speculative import Tally, speculate_story
 from mdsd.training.checkpoint import load_run
 from mdsd.training.corpus import Level, check_story, entropy_per_token, generate_stories
 from mdsd.training.data import TokenData
@@ -72,6 +73,8 @@ class SampleConfig:
     """How the story begins."""
     max_new_tokens: int = 256
     """Stop here if the story has not ended before."""
+    speculative: bool = False
+    """Let the MTP modules draft and the model check; say what that saved."""
     device: str = "cpu"
     """cpu, cuda or mps."""
 
@@ -88,9 +91,16 @@ def sample_command(
       mdsd sample --run runs/tiny --prompt "One day," --temperature 0.8 --seed 1
     """
     model, tokenizer = load_run(config.run, config.device)
-    for piece in tell_story(model, tokenizer, config.prompt, config.max_new_tokens, sampling):
+    story, tally = (model, tokenizer, config.prompt, config.max_new_tokens, sampling), Tally()
+    for piece in speculate_story(*story, tally) if config.speculative else tell_story(*story):
         print(piece, end="", flush=True)
     print()
+    if config.speculative:
+        say(
+            f"{tally.passes} passes of the main model gave {tally.tokens_per_pass():.2f} tokens "
+            f"each: of {tally.drafted[1]} second tokens that the first MTP module drafted, "
+            f"{tally.acceptance():.0%} were accepted."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -221,6 +221,14 @@ def test_max_new_tokens_shortens_the_story(run, ask):
     assert ask("sample", "--run", run, "--max-new-tokens", 0)[1] == "One day,\n"
 
 
+def test_speculation_tells_the_same_greedy_story_and_what_it_saved(run, ask):
+    greedy = "sample", "--run", run, "--temperature", 0, "--max-new-tokens", 20
+    plain, (status, story, remarks) = ask(*greedy), ask(*greedy, "--speculative")
+    assert (status, story) == plain[:2]
+    assert re.search(r"\d+ passes .* gave [12]\.\d\d tokens each: of \d+ .*, \d+% were", remarks)
+    assert plain[2] == ""
+
+
 # --- mistakes -----------------------------------------------------------------------------------
 
 MISTAKES = {  # arguments → words of the explanation
