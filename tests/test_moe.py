@@ -1,13 +1,19 @@
 """The mixture of experts against slow references, over many shapes."""
 
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mdsd.config import ModelConfig, preset
+from mdsd.model import moe as module
 from mdsd.model.moe import (
     Experts,
     Gate,
@@ -18,8 +24,13 @@ from mdsd.model.moe import (
     bias_step,
     close_groups,
     expert_load,
+    grouped_experts,
+    grouped_wins,
+    looped_experts,
     max_violation,
 )
+from mdsd.model.transformer import MiniDeepSeek
+from mdsd.training.step import TrainConfig, evaluate, initial_state, train_step
 
 few = settings(max_examples=40, deadline=None)
 
@@ -103,6 +114,204 @@ def test_an_idle_expert_has_a_zero_gradient():
         assert parameter.grad is not None
         busy = parameter.grad.flatten(1).abs().sum(1) > 0
         assert busy.tolist() == [True] * 3 + [False] * 5
+
+
+BRANCHES: dict[str, Callable[..., Tensor]] = {
+    "looped": looped_experts,
+    "grouped": grouped_experts,
+}
+
+
+def force(patch: pytest.MonkeyPatch, branch: str) -> None:
+    """Let `Experts` take the named branch and no other."""
+    patch.setattr(module, "grouped_wins", lambda *_: branch == "grouped")
+    for name in set(BRANCHES) - {branch}:
+        patch.delattr(module, f"{name}_experts")
+
+
+def value_and_gradients(
+    run: Callable[..., Tensor], x: Tensor, routing: Routing, experts: Experts
+) -> list[Tensor]:
+    """The output of run(x, routing, experts), and its gradients by all that it depends on."""
+    x, weights = x.detach().requires_grad_(), routing.weights.detach().requires_grad_()
+    out = run(x, routing._replace(weights=weights), experts)
+    direction = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    return [out, *torch.autograd.grad(out, (x, weights, *experts.parameters()), direction)]
+
+
+# What each token chooses of 6 experts: (N, K) from the number of tokens.
+CHOICES = {
+    "random": lambda n: torch.rand(n, 6).topk(2).indices,
+    "all tokens to one expert": lambda n: torch.full((n, 1), 4),
+    "the same two, the rest idle": lambda n: torch.tensor([[5, 2]]).repeat(n, 1),
+    "every expert": lambda n: torch.rand(n, 6).argsort(1),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 40])
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_both_branches_equal_the_slow_experts(monkeypatch, branch, choice, tokens):
+    torch.manual_seed(tokens)
+    sizes = {"hidden_size": 12, "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1}
+    config = preset("tiny", **sizes, n_routed_experts=6)
+    experts = Experts(config)
+    randomize(experts, tokens)
+    chosen = CHOICES[choice](tokens)
+    routing = Routing(chosen, torch.rand(chosen.shape), torch.empty(0))
+    x = torch.randn(tokens, 12)
+    slow = value_and_gradients(slow_experts, x, routing, experts)
+    force(monkeypatch, branch)
+    fast = value_and_gradients(lambda x, r, e: e(x, r), x, routing, experts)
+    for a, b in zip(fast, slow, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_one_expert_is_a_plain_ffn(monkeypatch, branch):
+    sizes = {"hidden_size": 12, "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1}
+    one = {"n_routed_experts": 1, "num_experts_per_tok": 1, "n_shared_experts": 0}
+    config = preset("tiny", **sizes, **one)
+    moe, ffn = MixtureOfExperts(config), SwiGLU(12, 8)
+    randomize(moe, 0)
+    with torch.no_grad():
+        ffn.gate_proj.weight.copy_(moe.experts.gate_up_proj[0, :8])
+        ffn.up_proj.weight.copy_(moe.experts.gate_up_proj[0, 8:])
+        ffn.down_proj.weight.copy_(moe.experts.down_proj[0])
+    force(monkeypatch, branch)
+    x = torch.randn(2, 5, 12)
+    out, stats = moe(x)
+    torch.testing.assert_close(out, ffn(x))  # the only gate value is s/s = 1
+    assert stats.load.tolist() == [10]
+    assert max_violation(stats.load) == 0
+
+
+def test_no_token_gives_no_answer_and_gradients_of_zero():
+    experts = Experts(preset("tiny", hidden_size=16, moe_intermediate_size=8))
+    randomize(experts, 0)
+    nobody = Routing(torch.empty(0, 2, dtype=torch.long), torch.empty(0, 2), torch.empty(0, 8))
+    out = experts(torch.empty(0, 16), nobody)
+    assert out.shape == (0, 16)
+    out.sum().backward()
+    for parameter in experts.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.count_nonzero() == 0
+
+
+@pytest.mark.parametrize("way", ["float32", "autocast", "bfloat16"])
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_both_branches_compute_in_the_dtype_they_should(monkeypatch, branch, way):
+    config = preset("tiny", hidden_size=32, moe_intermediate_size=16)
+    experts, x = Experts(config), torch.randn(64, 32)
+    randomize(experts, 0, 0.2)
+    routing = random_gate(config, 0)(x)
+    exact = value_and_gradients(slow_experts, x, routing, experts)
+    if way == "bfloat16":
+        experts, x = experts.bfloat16(), x.bfloat16()
+    force(monkeypatch, branch)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=way == "autocast"):
+        found = value_and_gradients(lambda x, r, e: e(x, r), x, routing, experts)
+    assert found[0].dtype == x.dtype
+    rough = [(a.float() - b).norm() / b.norm() for a, b in zip(found, exact, strict=True)]
+    # float32 would be exact to 1e-6: half precision has to show, and may not show too much.
+    low, high = (0.0, 1e-5) if way == "float32" else (5e-4, 2e-2)
+    assert all(low <= error < high for error in rough), rough
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_a_step_of_gradients_reaches_the_gate_in_both_branches(monkeypatch, branch):
+    moe = MixtureOfExperts(preset("tiny", hidden_size=16, moe_intermediate_size=8))
+    randomize(moe, 0)
+    force(monkeypatch, branch)
+    moe(torch.randn(2, 8, 16))[0].square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in moe.parameters())
+
+
+@pytest.mark.parametrize(
+    ("width", "inner", "dtype", "rows", "expected"),
+    [
+        (32, 16, torch.float32, 64, True),
+        (32, 16, torch.bfloat16, 64, True),
+        (32, 16, torch.float16, 64, True),
+        (4, 4, torch.float32, 64, True),  # 16 bytes a row are enough
+        (4, 8, torch.bfloat16, 64, False),  # 8 bytes are not
+        (33, 20, torch.float32, 64, False),
+        (32, 18, torch.float32, 64, False),
+        (32, 16, torch.float64, 64, False),  # grouped products know no float64
+        (32, 16, torch.float32, 0, False),
+        (32, 16, torch.float32, 2, False),  # a quarter of a row an expert: few experts have work
+        (32, 16, torch.float32, 3, True),
+        (32, 16, torch.float32, 8 * 256, True),
+        (32, 16, torch.float32, 8 * 256 + 1, False),
+    ],
+)
+def test_the_choice_between_the_branches(width, inner, dtype, rows, expected):
+    down = torch.empty(8, width, inner, dtype=dtype)
+    assert grouped_wins(torch.empty(rows, width, dtype=dtype), down) == expected
+
+
+def test_the_choice_looks_through_autocast():
+    rows, down = torch.empty(64, 4), torch.empty(8, 4, 4)
+    assert grouped_wins(rows, down)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not grouped_wins(rows, down)  # rows of 8 bytes
+        assert not grouped_wins(rows.double(), down.double())
+
+
+def test_other_devices_take_the_loop():
+    class Elsewhere(torch.Tensor):
+        @property
+        def device(self):
+            return torch.device("mps")
+
+    rows, down = torch.empty(64, 32), torch.empty(8, 32, 16)
+    assert grouped_wins(rows, down)
+    assert not grouped_wins(rows.as_subclass(Elsewhere), down)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("width", "inner"), [(33, 20), (32, 18), (12, 6), (1, 1), (32, 16)])
+@pytest.mark.parametrize("tokens", [0, 1, 3, 40])
+def test_any_width_and_dtype_works(dtype, width, inner, tokens):
+    config = preset("tiny", hidden_size=width, moe_intermediate_size=inner)
+    experts = Experts(config)
+    randomize(experts, 0)
+    x = torch.randn(tokens, width)
+    routing = random_gate(config, 0)(x)
+    wanted = slow_experts(x, routing, experts) if tokens else torch.empty(0, width)
+    experts, x = experts.to(dtype), x.to(dtype).requires_grad_()
+    out = experts(x, routing)
+    assert out.dtype == dtype
+    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-4
+    assert (out.float() - wanted).norm() <= tolerance * wanted.norm()
+    out.sum().backward()
+    assert experts.down_proj.grad.isfinite().all()
+
+
+def test_generating_visits_only_the_experts_with_work(monkeypatch):
+    config = preset("tiny", hidden_size=16, moe_intermediate_size=8, n_routed_experts=256)
+    experts, products = Experts(config), []
+    randomize(experts, 0)
+    linear = F.linear
+    monkeypatch.setattr(module.F, "linear", lambda *a: products.append(a) or linear(*a))
+    x, chosen = torch.randn(1, 16), torch.tensor([[7, 200]])
+    with torch.inference_mode():
+        experts(x, Routing(chosen, torch.ones(1, 2), torch.empty(0)))
+    assert len(products) == 4  # two experts with two products each
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_no_token_is_dropped_however_crowded_an_expert_is(monkeypatch, branch):
+    config = preset("tiny", hidden_size=16, moe_intermediate_size=8, n_group=1, topk_group=1)
+    moe = MixtureOfExperts(config)
+    randomize(moe, 0)
+    moe.gate.e_score_correction_bias[2:4] = 10.0  # everybody wants these two
+    force(monkeypatch, branch)
+    x = torch.randn(4, 32, 16)
+    out, stats = moe(x)
+    assert stats.load.tolist() == [0, 0, 128, 128, 0, 0, 0, 0]
+    alone = torch.stack([moe(token[None, None])[0][0, 0] for token in x.flatten(0, 1)])
+    torch.testing.assert_close(out.flatten(0, 1), alone, rtol=1e-4, atol=1e-4)
 
 
 @few
@@ -256,6 +465,67 @@ def test_balance_loss_has_the_right_gradient():
     assert torch.autograd.gradcheck(loss, affinity)
 
 
+def literal_balance(affinity: Tensor, experts: Tensor, batch_size: int) -> Tensor:
+    """Equations (17)–(20) as they are written, for the mean over sequences, differentiable."""
+    (count, n), k = affinity.shape, experts.shape[1]
+    length, losses = count // batch_size, []
+    for b in range(batch_size):
+        tokens, loss = range(b * length, (b + 1) * length), affinity.new_zeros(())
+        for i in range(n):
+            hits = sum(1 for t in tokens if i in experts[t].tolist())
+            f = n / (k * length) * hits  # (18)
+            p = sum(affinity[t, i] / affinity[t].sum() for t in tokens) / length  # (19), (20)
+            loss = loss + f * p  # (17)
+        losses.append(loss)
+    return torch.stack(losses).mean()
+
+
+@few
+@given(routings(), st.integers(1, 3), st.integers(1, 5), st.integers(0, 99))
+def test_balance_loss_has_the_gradient_of_its_equations(config, batch, length, seed):
+    torch.manual_seed(seed)
+    shape = (batch * length, config.n_routed_experts)
+    affinity = torch.rand(shape, dtype=torch.float64).add(0.05).requires_grad_()
+    experts = random_gate(config, seed).choose(affinity)
+    routing = Routing(experts, torch.empty(0), affinity)
+    pairs = [balance_loss(routing, batch, config), literal_balance(affinity, experts, batch)]
+    torch.testing.assert_close(*pairs)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, affinity)[0] for loss in pairs))
+
+
+def test_balance_loss_sends_no_gradient_through_the_counts():
+    config = preset("tiny", n_routed_experts=4, n_group=1, topk_group=1)
+    affinity = torch.rand(6, 4, dtype=torch.float64).add(0.1).requires_grad_()
+    chosen = affinity.detach().topk(2).indices
+    (found,) = torch.autograd.grad(
+        balance_loss(Routing(chosen, torch.empty(0), affinity), 1, config), affinity
+    )
+    f = F.one_hot(chosen, 4).sum(1).double().mean(0) * 4 / 2  # (E,), constants
+    total = affinity.detach().sum(1, keepdim=True)
+    share = affinity.detach() / total
+    # d/ds of Σ f_i·P_i with f held fast: (f_i − Σ f_j·share_j) / (T·Σ s).
+    torch.testing.assert_close(found, (f - (share * f).sum(1, keepdim=True)) / (6 * total))
+
+
+def test_descending_the_balance_loss_empties_the_overloaded_experts():
+    torch.manual_seed(0)
+    config = preset("tiny", hidden_size=8, n_group=1, topk_group=1)
+    gate, x = random_gate(config, 0, spread=0.0), torch.randn(256, 8) + 1.0
+    optimizer, loads, losses = torch.optim.SGD(gate.parameters(), lr=0.5), [], []
+    for _ in range(60):
+        routing = gate(x)
+        loads.append(expert_load(routing, 8))
+        loss = balance_loss(routing, 4, config)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    crowded = loads[0].argmax()
+    assert loads[-1][crowded] < loads[0][crowded]
+    assert max_violation(loads[-1]) < 0.5 * max_violation(loads[0])
+    assert losses[-1] < losses[0]
+
+
 def test_balance_loss_does_not_reach_the_experts_or_the_input_of_the_choice():
     moe = MixtureOfExperts(preset("tiny", hidden_size=8))
     randomize(moe, 0)
@@ -332,3 +602,102 @@ def test_the_bias_is_a_buffer_that_is_saved():
     moe = MixtureOfExperts(preset("tiny"))
     assert "gate.e_score_correction_bias" in moe.state_dict()
     assert "gate.e_score_correction_bias" not in dict(moe.named_parameters())
+
+
+SMALL = preset("tiny", vocab_size=64, hidden_size=32, num_hidden_layers=3, q_lora_rank=16)
+
+
+def tokens(seed: int = 0, rows: int = 8) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(64, (rows, 17), generator=torch.Generator().manual_seed(seed))
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def run_settings(**changes: object) -> TrainConfig:
+    fixed = {"data": Path("data"), "out": Path("run"), "batch_size": 8, "seq_len": 16}
+    return TrainConfig(**(fixed | {"warmup_steps": 0, "device": "cpu"} | changes))
+
+
+def biases(model: MiniDeepSeek) -> Tensor:
+    return torch.stack([gate.e_score_correction_bias for gate in model.gates()]).clone()
+
+
+def test_micro_batches_add_up_to_the_load_of_the_batch():
+    torch.manual_seed(0)
+    model = MiniDeepSeek(SMALL)
+    x, y = tokens()
+    whole = model(x, y).expert_load
+    parts = [model(a, b).expert_load for a, b in zip(x.split(2), y.split(2), strict=True)]
+    assert torch.equal(torch.stack(parts).sum(0), whole)
+    assert (whole.sum(1)[:2] == 8 * 16 * SMALL.num_experts_per_tok).all()
+
+
+def test_the_bias_moves_once_a_step_whatever_the_micro_batches():
+    torch.manual_seed(0)
+    model, (x, y) = MiniDeepSeek(SMALL), tokens()
+    parts = [model(a, b).expert_load for a, b in zip(x.split(1), y.split(1), strict=True)]
+    model.update_balance_bias(torch.stack(parts).sum(0), 0.01)
+    once = biases(model)
+    torch.manual_seed(0)
+    model = MiniDeepSeek(SMALL)
+    model.update_balance_bias(model(x, y).expert_load, 0.01)
+    assert torch.equal(biases(model), once)
+    assert once.abs().max() == torch.tensor(0.01)  # one step of γ, not one for each micro-batch
+
+
+def test_the_bias_moves_once_an_optimizer_step(monkeypatch):
+    state, calls = initial_state(run_settings(), SMALL), []
+    move = MiniDeepSeek.update_balance_bias
+
+    def spy(model: MiniDeepSeek, load: Tensor, speed: float) -> None:
+        calls.append(load)
+        move(model, load, speed)
+
+    monkeypatch.setattr(MiniDeepSeek, "update_balance_bias", spy)
+    for step in range(1, 4):
+        before = biases(state.model)
+        report = train_step(state, run_settings(bias_speed=0.01), *tokens(step))
+        assert len(calls) == step
+        expected = before + bias_step(report.losses.expert_load, 0.01)
+        assert torch.equal(biases(state.model), expected)
+        assert torch.equal(calls[-1], report.losses.expert_load)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_counts_nothing_twice(monkeypatch, reentrant):
+    # The reentrant way loses the gradients of nested outputs, so it goes without the balance loss.
+    config = run_settings(bias_speed=0.01, balance_weight=0.0 if reentrant else 0.01)
+    plain, passes = initial_state(config, SMALL), []
+    for step in range(3):
+        expected = train_step(plain, config, *tokens(step)).losses.expert_load
+    forward = MixtureOfExperts.forward
+
+    def recomputed(moe: MixtureOfExperts, x: Tensor) -> tuple[Tensor, object]:
+        def run(x: Tensor) -> tuple[Tensor, object]:
+            passes.append(moe)
+            return forward(moe, x)
+
+        return checkpoint(run, x, use_reentrant=reentrant)
+
+    monkeypatch.setattr(MixtureOfExperts, "forward", recomputed)
+    state = initial_state(config, SMALL)
+    for step in range(3):
+        found = train_step(state, config, *tokens(step)).losses.expert_load
+    assert len(passes) == 2 * 3 * len(state.model.gates())  # it did run everything twice
+    assert torch.equal(found, expected)
+    assert torch.equal(biases(state.model), biases(plain.model))
+
+
+def test_evaluation_between_the_steps_changes_nothing():
+    config = run_settings(bias_speed=0.01, eval_batches=2)
+    data = np.random.default_rng(0).integers(64, size=500).astype("<u2")
+    ends = []
+    for evaluated in (False, True):
+        state = initial_state(config, SMALL)
+        for step in range(3):
+            report = train_step(state, config, *tokens(step))
+            if evaluated:
+                assert evaluate(state, config, data).expert_load.sum() > 0
+                state.model(tokens()[0])  # generating routes as well
+        ends.append((biases(state.model), report.losses.expert_load))
+    for a, b in zip(*ends, strict=True):
+        assert torch.equal(a, b)
