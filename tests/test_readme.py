@@ -59,7 +59,7 @@ def test_make_targets_exist():
     assert not [name for name in named if not re.search(rf"^{name}:", makefile, re.M)]
 
 
-@pytest.mark.parametrize("command", ["prepare", "train", "sample", "evaluate"])
+@pytest.mark.parametrize("command", ["prepare", "train", "sample", "evaluate", "export", "import"])
 def test_the_command_line_knows_the_options(command: str):
     text = "\n".join(fenced("bash") + fenced(""))
     lines = [options(line) for line in re.findall(r"^mdsd .*", text, re.M)]
