@@ -304,6 +304,9 @@ def test_the_index_names_every_tensor(tmp_path, count):
         with safe_open(folder / file, framework="pt") as shard:
             assert name in shard.keys()  # noqa: SIM118
             assert shard.metadata() == {"format": "pt"}
+    for file in set(index["weight_map"].values()):
+        held = load_file(folder / file)
+        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= 20_000
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert (folder / MAIN_INDEX).exists() == bool(count)
     assert config.get("transformers_weights") == (MAIN_INDEX if count else None)
@@ -311,6 +314,7 @@ def test_the_index_names_every_tensor(tmp_path, count):
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 60))
 def test_shards_hold_everything_in_order_and_not_too_much(sizes, largest):
+    assert fill_shards({"a": 3, "b": 4, "c": 1, "d": 9}, 7) == [["a", "b"], ["c"], ["d"]]
     named = {f"t{number}": size for number, size in enumerate(sizes)}
     shards = fill_shards(named, largest)
     assert [name for shard in shards for name in shard] == list(named)

@@ -136,7 +136,7 @@ def generation_config(eot_id: int | None) -> dict[str, Any]:
     sampling = {"do_sample": True, "temperature": Sampling.temperature, "max_new_tokens": 256}
     return {"bos_token_id": eot_id, "eos_token_id": eot_id, "pad_token_id": eot_id, **sampling}
 
-# %% ../../chapters/10_exchange.ipynb #0116c430
+# %% ../../chapters/10_exchange.ipynb #c83a23cd
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; a `HubError` says what else is there."""
     try:
@@ -154,7 +154,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
     """Write `values` as a UTF-8 text file that people can read too."""
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
-
+# %% ../../chapters/10_exchange.ipynb #911d3220
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
     """Give a folder beside `folder` that is renamed to it if the block ends well.
@@ -180,7 +180,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
-# %% ../../chapters/10_exchange.ipynb #c919b1f9
+# %% ../../chapters/10_exchange.ipynb #0a06e722
 def fill_shards(sizes: dict[str, int], largest: int) -> list[list[str]]:
     """Group names, in order, into shards of at most `largest` bytes, or of one larger tensor."""
     shards: list[list[str]] = []
@@ -193,7 +193,7 @@ def fill_shards(sizes: dict[str, int], largest: int) -> list[list[str]]:
         room -= size
     return shards
 
-
+# %% ../../chapters/10_exchange.ipynb #347aa51c
 def save_shards(
     tensors: dict[str, Tensor], folder: Path, stem: str, largest: int
 ) -> dict[str, str]:
@@ -223,7 +223,7 @@ def empty_experts(model: MiniDeepSeek) -> dict[str, Tensor]:
         for matrix, shape in shapes.items()
     }
 
-# %% ../../chapters/10_exchange.ipynb #df6384d3
+# %% ../../chapters/10_exchange.ipynb #fb0bcef2
 INDEX = "model.safetensors.index.json"
 MAIN_INDEX = "main.safetensors.index.json"
 
@@ -233,7 +233,7 @@ def write_index(path: Path, tensors: dict[str, Tensor], files: dict[str, str]) -
     total = sum(tensor.nbytes for tensor in tensors.values())
     write_json(path, {"metadata": {"total_size": total}, "weight_map": files})
 
-
+# %% ../../chapters/10_exchange.ipynb #e9cd1c93
 def save_weights(model: MiniDeepSeek, folder: Path, largest: int) -> dict[str, Any]:
     """Write the weights, the MTP modules' in files of their own; what `config.json` has to add."""
     state, config = model.state_dict(), model.config
