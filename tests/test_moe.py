@@ -258,15 +258,29 @@ def test_the_choice_looks_through_autocast():
         assert not grouped_wins(rows.double(), down.double())
 
 
-def test_other_devices_take_the_loop():
+@pytest.mark.parametrize(
+    ("device", "capability", "dtype", "rows", "expected"),
+    [
+        ("cpu", None, torch.float32, 64, True),
+        ("mps", None, torch.float32, 64, False),
+        ("cuda", (9, 0), torch.bfloat16, 64, True),
+        ("cuda", (9, 0), torch.bfloat16, 1, True),  # counting the busy experts would wait for it
+        ("cuda", (9, 0), torch.bfloat16, 0, False),
+        ("cuda", (9, 0), torch.float32, 64, False),
+        ("cuda", (7, 5), torch.bfloat16, 64, False),
+    ],
+)
+def test_each_device_takes_what_it_has(monkeypatch, device, capability, dtype, rows, expected):
     class Elsewhere(torch.Tensor):
+        """A tensor that claims to lie on a device that this machine may lack."""
+
         @property
         def device(self):
-            return torch.device("mps")
+            return torch.device(device)
 
-    rows, down = torch.empty(64, 32), torch.empty(8, 32, 16)
-    assert grouped_wins(rows, down)
-    assert not grouped_wins(rows.as_subclass(Elsewhere), down)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    down = torch.empty(8, 32, 16, dtype=dtype)
+    assert grouped_wins(torch.empty(rows, 32, dtype=dtype).as_subclass(Elsewhere), down) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
