@@ -366,7 +366,7 @@ def test_a_tensor_in_two_shards(folder):
 def test_an_index_that_is_wrong_about_a_tensor(folder):
     one, two = halves(folder)
     in_shards(folder, one, two, **{min(two): "shard-0.safetensors"})
-    assert f"names a file for {min(two)} that does not hold it" in refused(folder)
+    assert f"names a file for {min(two)} that does not hold it:" in refused(folder)
 
 
 @pytest.mark.parametrize(
