@@ -149,15 +149,15 @@ def draw_texts(
 ) -> Counter[tuple[int, ...]]:
     return Counter(
         tuple(speculate(model, [0, 1], length, replace(sampling, seed=seed), tally=tally))
-        for seed in range(runs)
+        for seed in range(1000, 1000 + runs)
     )
 
 
 SAMPLINGS = [FULL, Sampling(temperature=2.0, top_k=2), Sampling(temperature=2.5, top_p=0.7)]
-# The seeds are fixed, so that these tests always end in the same way. For other seeds each of the
-# nine would fail with this probability although all is right.
+# The seeds are fixed, so that these tests always end in the same way. With other seeds each of the
+# ten would fail with this probability although all is right.
 FALSE_ALARM = 1e-3
-RUNS = 400
+RUNS = 300
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=["temperature", "top-k", "top-p"])
@@ -199,7 +199,7 @@ def take_the_draft_for_uniform(drafts, drafted, wanted, generator):
 
 @pytest.mark.parametrize("rule", [keep_all, replace_from_p, take_the_draft_for_uniform])
 def test_the_test_of_distributions_finds_mistakes(rule: Rule, monkeypatch):
-    model = model_of(1)
+    model = model_of(1, seed=2)  # whose drafts are refused more often
     monkeypatch.setattr(speculative, "verify", rule)
     counts = draw_texts(model, FULL, 3, RUNS)
     assert surprise(counts, probabilities(model, [0, 1], FULL, 3)) < FALSE_ALARM
@@ -226,7 +226,7 @@ shapes = st.fixed_dictionaries({name: st.sampled_from(few) for name, few in SHAP
 SEEN = Tally()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     shapes,
     st.integers(1, 3),
