@@ -2,8 +2,10 @@
 
 import json
 import os
+import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -220,6 +222,7 @@ def test_half_an_mtp_module_is_missing_the_other_half(folder):
     assert "lacks model.layers.3.eh_proj.weight" in refused(folder)
 
 
+@pytest.mark.filterwarnings("ignore:.*MTP modules")
 def test_a_second_mtp_module_without_the_first(folder):
     change(folder, without_mtp)
     configure(folder, num_nextn_predict_layers=2)
@@ -310,6 +313,22 @@ def test_a_configuration_that_cannot_be_built_is_explained(folder, case):
     told = refused(folder)
     assert words in told
     assert "config" in told
+
+
+ODD = [None, "x", -1, 0, [], [1], {}, {"type": "yarn"}, True, 1e308, float("nan"), 3.5, ...]
+
+
+def test_no_odd_value_of_the_configuration_gets_through_as_another_error(folder, monkeypatch):
+    monkeypatch.setattr("mdsd.model.published.fill", lambda *_: None)  # only what comes before
+    names = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for name in [*names, "quantization_config", "rope_parameters"]:
+        before = (folder / "config.json").read_text(encoding="utf-8")
+        for value in ODD:
+            configure(folder, **{name: value})
+            with suppress(HubError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                from_pretrained(folder)
+            (folder / "config.json").write_text(before, encoding="utf-8")
 
 
 @pytest.mark.parametrize("text", ["{", "", "[1]", "null", "\x80"])
@@ -428,8 +447,17 @@ def test_shapes_are_checked_before_memory_is_asked_for(folder, monkeypatch):
         raise AssertionError("memory for a model that does not fit")
 
     monkeypatch.setattr(MiniDeepSeek, "to_empty", never)
-    configure(folder, vocab_size=10**12)
-    assert "lm_head.weight (61, 32), not (1000000000000, 32)" in refused(folder)
+    configure(folder, vocab_size=70)
+    assert "lm_head.weight (61, 32), not (70, 32)" in refused(folder)
+
+
+@pytest.mark.parametrize("number", [10**9, 2**70])
+@pytest.mark.parametrize(
+    "name", ["num_hidden_layers", "num_nextn_predict_layers", "n_routed_experts", "vocab_size"]
+)
+def test_a_configuration_of_a_giant_is_refused_at_once(folder, name, number):
+    configure(folder, **{name: 4 * number})
+    assert "far fewer than its config.json describes" in refused(folder)
 
 
 def test_files_are_closed(folder):

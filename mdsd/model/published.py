@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['PICKLED', 'FP8', 'SCALE', 'KINDS', 'few', 'block_size', 'read_config', 'check_inside', 'weight_files', 'open_files',
-           'Weights', 'mtp_modules', 'beyond_configured', 'wanted_pieces', 'check_names', 'check_shapes', 'fill',
-           'from_pretrained', 'save_run']
+           'Weights', 'mtp_modules', 'beyond_configured', 'wanted_pieces', 'check_size', 'check_names', 'check_shapes',
+           'fill', 'from_pretrained', 'save_run']
 
-# %% ../../chapters/10a_published.ipynb #8ec1e9f2
+# %% ../../chapters/10a_published.ipynb #74071930
 import math
 import warnings
 from collections.abc import Iterable
@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..config import ConfigError, ModelConfig, from_dict, to_dict
+from ..counting import count_parameters
 from mdsd.model.hub import (
     INDEX,
     HubError,
@@ -110,15 +111,14 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
         raise HubError(f"{folder} lacks {few(missing)}, which {INDEX} names: fetch them")
     return list(files.values()), weight_map
 
-# %% ../../chapters/10a_published.ipynb #721e1af7
+# %% ../../chapters/10a_published.ipynb #10e23315
 FP8, SCALE = "F8_E4M3", "_scale_inv"
 KINDS = ("F32", "BF16", "F16", FP8)
 
 
 def open_files(paths: list[Path], weight_map: dict[str, str], files: ExitStack) -> dict[str, Any]:
     """The open file, which `files` closes, of each tensor; checks what the index says."""
-    home: dict[str, Any] = {}
-    found: dict[str, str] = {}
+    home, found = dict[str, Any](), dict[str, str]()
     for path in paths:
         try:
             file = files.enter_context(safe_open(path, framework="pt"))
@@ -177,15 +177,15 @@ class Weights(ExitStack):
         except HubError as error:
             raise HubError(f"{name}: {error}") from error
 
-# %% ../../chapters/10a_published.ipynb #65a6603e
+# %% ../../chapters/10a_published.ipynb #bac8024b
 def mtp_modules(config: ModelConfig, names: set[str]) -> int:
     """How many MTP modules to read: as many as configured, or all that the folder has."""
-    modules = range(config.num_nextn_predict_layers)
-    found = [k for k in modules if any(name.startswith(mtp_layer(config, k)) for name in names)]
-    count = max(found, default=-1) + 1
-    if count < len(modules):
+    configured = config.num_nextn_predict_layers
+    starts = [mtp_layer(config, depth) for depth in range(configured)]
+    count = sum(any(name.startswith(start) for name in names) for start in starts)
+    if count < configured:
         warnings.warn(
-            f"{count} of {len(modules)} configured MTP modules are there: read without the others, "
+            f"{count} of {configured} configured MTP modules are there: read without the others, "
             "which only training and speculative decoding need",
             stacklevel=3,
         )
@@ -208,14 +208,25 @@ def wanted_pieces(model: MiniDeepSeek, names: set[str]) -> list[Piece]:
         wanted += [Piece(fused, ours)] if fused in names else pieces(model.config, ours)
     return wanted
 
-# %% ../../chapters/10a_published.ipynb #1b3405e3
+# %% ../../chapters/10a_published.ipynb #ac34ed6a
+def check_size(config: ModelConfig, weights: Weights) -> None:
+    """Raise a `HubError` if the folder holds so little that no comparison of names is worth it."""
+    numbers = sum(math.prod(weights.shape(name)) for name in weights.names())
+    layers = config.num_hidden_layers + config.num_nextn_predict_layers
+    if layers > len(weights.names()) or count_parameters(config).total > 2 * numbers:
+        raise HubError(
+            f"the folder holds {numbers:,} numbers, far fewer than its config.json describes: "
+            "fetch all of its files"
+        )
+
+# %% ../../chapters/10a_published.ipynb #211eb6ba
 def check_names(wanted: list[Piece], weights: Weights, config: ModelConfig) -> None:
     """Raise a `HubError` unless the folder holds the tensors that a model needs, and no more."""
     names, needed = weights.names(), {piece.name for piece in wanted}
     if missing := needed - names:
         raise HubError(f"the folder lacks {few(missing)}: fetch its files again")
-    more = names - needed - {piece.name for piece in shared_copies(config)}
-    more -= beyond_configured(config, names)
+    known = needed | {piece.name for piece in shared_copies(config)}
+    more = names - known - beyond_configured(config, names)
     more = {name for name in more if not name.endswith("rotary_emb.inv_freq")}
     if surplus := {name for name in more if math.prod(weights.shape(name))}:
         raise HubError(
@@ -249,7 +260,7 @@ def fill(model: MiniDeepSeek, wanted: list[Piece], weights: Weights) -> None:
         if copy.name in weights.home and not ours.equal(weights.read(copy.name).to(ours.dtype)):
             raise HubError(f"{copy.name} differs from {copy.ours}; here, MTP modules share it")
 
-# %% ../../chapters/10a_published.ipynb #048d831a
+# %% ../../chapters/10a_published.ipynb #f2a04d26
 def from_pretrained(folder: Path | str, dtype: torch.dtype = torch.float32) -> MiniDeepSeek:
     """The model in a `folder` of the DeepSeek-V3 format, in eval mode, its weights in `dtype`.
 
@@ -258,6 +269,7 @@ def from_pretrained(folder: Path | str, dtype: torch.dtype = torch.float32) -> M
     """
     config, block = read_config(Path(folder))
     with Weights(Path(folder), block) as weights:
+        check_size(config, weights)
         found = mtp_modules(config, weights.names())
         config = replace(config, num_nextn_predict_layers=found)
         with torch.device("meta"):  # shapes without memory
@@ -271,18 +283,18 @@ def from_pretrained(folder: Path | str, dtype: torch.dtype = torch.float32) -> M
         fill(model, wanted, weights)
     return model.eval()
 
-# %% ../../chapters/10a_published.ipynb #ef7db537
+# %% ../../chapters/10a_published.ipynb #91c4d03a
 def save_run(model: MiniDeepSeek, tokenizer: Tokenizer, run: Path) -> None:
     """Write a run folder that `mdsd sample` tells stories with.
 
     Raises:
         HubError: the folder is not empty or cannot be written.
     """
-    state = {"step": 0, "validation_loss": None, "best_loss": math.inf}
     with new_folder(run) as partial:
         checkpoint = partial / "checkpoints" / "step-00000000"
         checkpoint.mkdir(parents=True)
         save_file(model.state_dict(), checkpoint / "model.safetensors")
-        write_json(checkpoint / "state.json", state)
+        never = {"step": 0, "validation_loss": None, "best_loss": math.inf}
+        write_json(checkpoint / "state.json", never)
         write_json(partial / "tokenizer_meta.json", tokenizer.to_meta())
         write_json(partial / "config.json", to_dict(model.config))
