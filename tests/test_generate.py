@@ -9,13 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mdsd.config import PRESETS, ConfigError, ModelConfig
+from mdsd.config import PRESETS, ConfigError, ModelConfig, YarnConfig
 from mdsd.model.generate import (
     Sampling,
+    continue_stories,
     generate,
     generate_rows,
     keep_top_k,
     keep_top_p,
+    left_pad,
     next_token,
     prompt_ids,
     sample_stories,
@@ -91,8 +93,7 @@ def test_the_cache_reads_each_token_once(monkeypatch):
 
 def rows_of(prompts: list[list[int]], length: int, sampling: Sampling, stop_id=None, model=None):
     """The rows that `generate_rows` makes, as lists."""
-    model, start = model or model_of(), torch.tensor(prompts)
-    columns = list(generate_rows(model, start, length, sampling, stop_id=stop_id))
+    columns = list(generate_rows(model or model_of(), prompts, length, sampling, stop_id=stop_id))
     return torch.stack(columns, dim=1).tolist()
 
 
@@ -101,6 +102,38 @@ def test_each_row_is_generated_as_if_alone():
     alone = [list(generate(model_of(), prompt, 15, GREEDY)) for prompt in prompts]
     assert rows_of(prompts, 15, GREEDY) == alone
     assert min(len(set(row)) for row in alone) > 3  # no constant text, which anything would equal
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shapes,
+    st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    st.sampled_from([None, YarnConfig(factor=4.0, original_max_position_embeddings=6)]),
+    st.booleans(),
+)
+def test_prompts_of_any_lengths_get_what_each_gets_alone(changes, lengths, yarn, use_cache):
+    """Token by token, as long as the longest row has room, with a cache and without."""
+    model = model_of(replace(CONFIG, rope_scaling=yarn, **changes))
+    prompts, room = (
+        [ids(length, seed) for seed, length in enumerate(lengths)],
+        24 - max(lengths) + 1,
+    )
+    columns = list(generate_rows(model, prompts, 99, GREEDY, use_cache=use_cache))
+    assert len(columns) == room
+    alone = [list(generate(model, prompt, room, GREEDY)) for prompt in prompts]
+    assert torch.stack(columns, dim=1).tolist() == alone
+
+
+def test_short_prompts_are_filled_up_in_front():
+    tokens, padding = left_pad([[5, 6, 7], [9], [3, 4]])
+    assert tokens.tolist() == [[5, 6, 7], [0, 0, 9], [0, 3, 4]]
+    assert padding.tolist() == [0, 2, 1]
+
+
+@pytest.mark.parametrize(("prompts", "words"), [([[1], []], "empty"), ([[1], [2] * 25], "25")])
+def test_one_prompt_that_cannot_be_continued_stops_all(prompts, words):
+    with pytest.raises(ConfigError, match=words):
+        next(generate_rows(model_of(), prompts, 5, GREEDY))
 
 
 def test_the_seed_alone_decides():
@@ -283,6 +316,14 @@ def test_as_many_stories_as_asked_for():
     assert told(2, DRAWN, 0) == ["One day,"] * 2
     alone = "".join(tell_story(storyteller(), tokenizer(), "One day,", 20, GREEDY))
     assert told(2, GREEDY, 20) == [alone] * 2
+
+
+def test_stories_from_different_beginnings():
+    beginnings = ["One day, Tom", "", "He was glad. Tom"]
+    told = continue_stories(storyteller(), tokenizer(), beginnings, GREEDY, max_new_tokens=20)
+    alone = ["".join(tell_story(storyteller(), tokenizer(), b, 20, GREEDY)) for b in beginnings]
+    assert told == alone
+    assert len(set(told)) == 3
 
 
 STORIES = ["One day, Tom had a kite.", "Tom was glad.", "He had a day.", "A", "One, two, three"] * 8
