@@ -282,6 +282,43 @@ def test_any_split_into_cached_pieces_gives_the_logits_of_one_pass(cuts: set[int
     torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=0, atol=1e-4)
 
 
+@cache
+def exact_model(form: str) -> MiniDeepSeek:
+    """In float64, so that routing can't tip and a wrong mask or position can't hide."""
+    changes = {"with query latent, YaRN": {}, "direct queries, plain RoPE": PLAIN}[form]
+    return build(replace(SMALL, **changes)).double()
+
+
+PLAIN = {"q_lora_rank": None, "rope_scaling": None}
+A_PIECE = st.integers(1, 12)
+
+
+@given(
+    lengths=st.lists(A_PIECE, min_size=1, max_size=4),
+    sizes=st.lists(A_PIECE, max_size=3),
+    back=st.integers(0, 12),
+    form=st.sampled_from(["with query latent, YaRN", "direct queries, plain RoPE"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_padded_rows_read_in_pieces_give_the_logits_of_each_row_alone(lengths, sizes, back, form):
+    """Also after a detour: the cache reads `back` tokens too many, and is set back."""
+    model, longest = exact_model(form), max(lengths)
+    total = longest + sum(sizes)
+    tokens = random_tokens(len(lengths), total)
+    padding = torch.tensor([longest - length for length in lengths])
+    tokens = tokens.masked_fill(torch.arange(total) < padding[:, None], 0)
+    latents, pieces = LatentCache(padding), []
+    for piece in tokens.split([longest, *sizes], dim=1):
+        pieces.append(logits_of(model, piece, latents))
+        logits_of(model, random_tokens(len(lengths), back, seed=1), latents)
+        latents.length -= back
+    assert latents.length == total
+    for row, text, start in zip(torch.cat(pieces, 1), tokens, padding.tolist(), strict=True):
+        alone = logits_of(model, text[None, start:])[0]
+        # Angles are float32: a text that begins elsewhere turns by others, equal to six digits.
+        torch.testing.assert_close(row[start:], alone, rtol=0, atol=1e-3 if start else 1e-5)
+
+
 def test_two_generations_do_not_share_a_cache():
     model, tokens, expected = one_pass()
     caches = [LatentCache() for _ in range(2)]
