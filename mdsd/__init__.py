@@ -11,8 +11,14 @@ import os
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from mdsd.config import PRESETS, ConfigError, MdsdError, ModelConfig, preset
+from mdsd.counting import count_parameters
+from mdsd.model.context import stretch
+from mdsd.model.fp8 import convert_to_fp8
 from mdsd.model.generate import Sampling, generate, sample_stories, tell_story
+from mdsd.model.hub import save_pretrained
 from mdsd.model.mla import LatentCache
+from mdsd.model.published import from_pretrained
+from mdsd.model.speculative import speculate
 from mdsd.model.transformer import Losses, MiniDeepSeek
 from mdsd.training.checkpoint import load_run
 from mdsd.training.corpus import check_story, generate_stories
@@ -39,6 +45,9 @@ __all__ = [
     "TrainConfig",
     "batch",
     "check_story",
+    "convert_to_fp8",
+    "count_parameters",
+    "from_pretrained",
     "generate",
     "generate_stories",
     "gpt2_tokenizer",
@@ -46,6 +55,9 @@ __all__ = [
     "prepare",
     "preset",
     "sample_stories",
+    "save_pretrained",
+    "speculate",
+    "stretch",
     "tell_story",
     "train",
 ]
