@@ -12,8 +12,8 @@ __all__ = ['AT_LEAST_ONE', 'AT_LEAST_ZERO', 'ABOVE_ZERO', 'DEEPSEEK_V3', 'TINY',
 # %% ../chapters/01_config.ipynb #4bf6f1f9
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields, replace
-from math import isfinite
 from operator import attrgetter
+from sys import float_info
 from typing import Any
 
 # %% ../chapters/01_config.ipynb #dd1843d1
@@ -118,10 +118,11 @@ def check_numbers(settings: object, names: Sequence[str], least: float | None = 
     """Raise a `ConfigError` unless each named setting is above 0, or at least `least` if given."""
     for name in names:
         value = attrgetter(name)(settings)
-        number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-        if not number or (value <= 0 if least is None else value < least):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        finite = number and abs(value) <= float_info.max  # not so for `nan`
+        if not finite or (value <= 0 if least is None else value < least):
             range_ = "greater than 0" if least is None else f"of at least {least}"
-            raise ConfigError(f"{name} is {value!r}; it must be a number {range_}")
+            raise ConfigError(f"{name} is {value!r}; it must be a finite number {range_}")
 
 # %% ../chapters/01_config.ipynb #8c3e4609
 def check_routing(config: FeedForwardConfig) -> None:

@@ -85,7 +85,10 @@ def test_depths_may_be_zero_but_not_less(name: str):
 
 
 @pytest.mark.parametrize("name", ABOVE_ZERO)
-@pytest.mark.parametrize("value", [0, -0.5, float("nan"), float("inf"), "1", None, True, [1]])
+@pytest.mark.parametrize(
+    "value",
+    [0, -0.5, float("nan"), float("inf"), pytest.param(10**400, id="huge"), "1", None, True, [1]],
+)
 def test_factors_are_above_zero(name: str, value: object):
     with pytest.raises(ConfigError, match=f"^{name} is {re.escape(repr(value))}; .*greater than 0"):
         dataclasses.replace(V3, **{name: value})
