@@ -75,6 +75,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'mdsd.model.generate': { 'mdsd.model.generate.Sampling': ('generation.html#sampling', 'mdsd/model/generate.py'),
                                      'mdsd.model.generate.Sampling.__post_init__': ( 'generation.html#sampling.__post_init__',
                                                                                      'mdsd/model/generate.py'),
+                                     'mdsd.model.generate.adjust_logits': ('generation.html#adjust_logits', 'mdsd/model/generate.py'),
                                      'mdsd.model.generate.check_prompt': ('generation.html#check_prompt', 'mdsd/model/generate.py'),
                                      'mdsd.model.generate.continue_stories': ('generation.html#continue_stories', 'mdsd/model/generate.py'),
                                      'mdsd.model.generate.generate': ('generation.html#generate', 'mdsd/model/generate.py'),

@@ -42,6 +42,11 @@ def say(*lines: str) -> None:
     print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
+def shown(path: Path) -> str:
+    """The path as it can be typed in a command."""
+    return f'"{path}"' if " " in str(path) else str(path)
+
+
 def prepare_command(config: Annotated[PrepareConfig, Flat]) -> None:
     """Turn stories into token files that training reads.
 
@@ -95,7 +100,7 @@ def sample_command(
     for piece in speculate_story(*story, tally) if config.speculative else tell_story(*story):
         print(piece, end="", flush=True)
     print()
-    if config.speculative:
+    if tally.drafted:
         say(
             f"{tally.passes} passes of the main model gave {tally.tokens_per_pass():.2f} tokens "
             f"each: of {tally.drafted[1]} second tokens that the first MTP module drafted, "
@@ -148,7 +153,7 @@ def evaluate_command(
         f"Loss on 200 stories it has not seen: {loss:.3f} nats a token; the corpus's entropy, "
         f"which no model beats, is {entropy_per_token(fresh, tokenizer.encode):.3f}.",
         f"The loss curve is {config.run / 'loss.png'}. What to do next:",
-        f'  mdsd sample --run {config.run} --prompt "One day, Tom"',
+        f'  mdsd sample --run {shown(config.run)} --prompt "One day, Tom"',
         "  make lab      to read how it works, chapter by chapter",
     )
 
@@ -188,7 +193,7 @@ class ImportConfig:
     """Which model to read, and where its run folder goes."""
 
     folder: Path
-    """Folder in the DeepSeek-V3 format, for example one that `mdsd export` wrote."""
+    """Folder in the DeepSeek-V3 format with mdsd's tokenizer, as `mdsd export` writes it."""
     out: Path
     """New run folder, for `mdsd sample` and `mdsd evaluate`."""
 
@@ -204,18 +209,23 @@ def import_command(config: Annotated[ImportConfig, Flat]) -> None:
     if tokenizer is None:
         raise HubError(
             f"{config.folder} holds no tokenizer_meta.json, mdsd's own tokenizer, without which "
-            "a run can tell no story. The model alone can be read in Python: "
-            "mdsd.model.published.from_pretrained(folder) turns token ids into logits"
+            "a run can tell no story: if the model was exported by mdsd, copy the file from there. "
+            "Any model alone can be read in Python, by mdsd.model.published.from_pretrained"
         )
     with warnings.catch_warnings(record=True) as remarks:
         warnings.simplefilter("always")
         model = from_pretrained(config.folder)
     for remark in remarks:
         say(f"Note: {remark.message}.")
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise HubError(
+            f"{config.folder / 'tokenizer_meta.json'} has {tokenizer.vocab_size:,} tokens and the "
+            f"model {model.config.vocab_size:,}: copy the model's own file there"
+        )
     save_run(model, tokenizer, config.out)
     say(
         f"{config.out} is ready. What to do next:",
-        f'  mdsd sample --run {config.out} --prompt "One day,"',
+        f'  mdsd sample --run {shown(config.out)} --prompt "One day,"',
     )
 
 
@@ -246,7 +256,7 @@ def train_command_for(default: ModelConfig) -> Callable[..., None]:
         train(config, model)
         say(
             f"Trained. The loss curve is {config.out / 'loss.png'}. What to do next:",
-            f'  mdsd sample --run {config.out} --prompt "One day,"',
+            f'  mdsd sample --run {shown(config.out)} --prompt "One day,"',
         )
 
     return train_command

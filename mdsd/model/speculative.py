@@ -16,14 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import ConfigError
-from mdsd.model.generate import (
-    Sampling,
-    check_prompt,
-    keep_top_k,
-    keep_top_p,
-    prompt_ids,
-    stream_text,
-)
+from .generate import Sampling, adjust_logits, check_prompt, prompt_ids, stream_text
 from .mla import LatentCache
 from .rope import rotation
 from .transformer import MiniDeepSeek, angles
@@ -31,18 +24,13 @@ from ..training.tokenizer import Tokenizer
 
 # %% ../../chapters/09a_speculative.ipynb #3d3e7073
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The probabilities (N, V), float64 on the CPU, that tokens are drawn from given logits (N, V).
+    """Probabilities (N, V), float64 on the CPU, that tokens are drawn from, given logits (N, V).
 
     At temperature 0 all of it lies on the likeliest token.
     """
     if sampling.temperature == 0:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).cpu().double()
-    logits = logits / sampling.temperature
-    if sampling.top_k is not None:
-        logits = keep_top_k(logits, sampling.top_k)
-    if sampling.top_p is not None:
-        logits = keep_top_p(logits, sampling.top_p)
-    return logits.cpu().double().softmax(-1)
+    return adjust_logits(logits, sampling).cpu().double().softmax(-1)
 
 # %% ../../chapters/09a_speculative.ipynb #26e62b51
 def draw_token(probability: Tensor, generator: torch.Generator) -> int:
@@ -139,7 +127,11 @@ class Tally:
         self.drafted.update(range(1, min(accepted + 1, drafts) + 1))
 
     def acceptance(self, depth: int = 1) -> float:
-        """Share of the drafts of a depth that were kept; 1 is the second token of a pass."""
+        """Share of a depth's judged drafts that were kept; 0 where none was judged.
+
+        Depth 1 drafts the second token of a pass, and its share is the acceptance rate that is
+        published. A draft of depth 2 is judged only if that of depth 1 was kept.
+        """
         return self.accepted[depth] / max(self.drafted[depth], 1)
 
     def tokens_per_pass(self) -> float:
