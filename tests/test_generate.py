@@ -182,6 +182,7 @@ a_logit = st.integers(-4, 4).map(float) | st.floats(-30, 30, width=32) | st.just
 some_logits = st.lists(a_logit, min_size=1, max_size=12).filter(lambda row: max(row) > -math.inf)
 
 
+@settings(deadline=None)
 @given(some_logits, st.integers(1, 14))
 def test_top_k_keeps_the_k_largest(values, k):
     logits, kept = torch.tensor([values]), keep_top_k(torch.tensor([values]), k)
@@ -190,6 +191,7 @@ def test_top_k_keeps_the_k_largest(values, k):
     assert bool(((kept == logits) | (kept == -math.inf)).all())  # nothing moves
 
 
+@settings(deadline=None)
 @given(some_logits, st.floats(0.01, 0.99))
 def test_top_p_keeps_the_smallest_nucleus(values, p):
     logits = torch.tensor([values], dtype=torch.float64)
@@ -201,6 +203,7 @@ def test_top_p_keeps_the_smallest_nucleus(values, p):
     assert inside.sum() - inside.min() < p + 1e-9  # without its least likely it falls short
 
 
+@settings(deadline=None)
 @given(some_logits, st.permutations(range(12)), st.integers(1, 9), st.floats(0.01, 1))
 def test_each_row_is_filtered_apart(values, order, k, p):
     row = torch.tensor(values)
@@ -209,6 +212,7 @@ def test_each_row_is_filtered_apart(values, order, k, p):
         assert torch.equal(keep(rows, limit), torch.cat([keep(one[None], limit) for one in rows]))
 
 
+@settings(deadline=None)
 @given(some_logits, st.sampled_from([GREEDY, Sampling(top_k=1), Sampling(top_p=1e-9)]))
 def test_the_likeliest_token(values, sampling):
     """Temperature 0, one token to choose from, a nucleus of one: all take a largest logit."""
@@ -259,6 +263,7 @@ def test_settings_that_are_refused(name, value):
 texts = st.text(st.characters(exclude_categories=["Cs"]))
 
 
+@settings(deadline=None)
 @given(texts, st.data())
 def test_streamed_text_is_the_decoded_text(text, data):
     tokens = tokenizer().encode(text)
@@ -269,6 +274,7 @@ def test_streamed_text_is_the_decoded_text(text, data):
     assert all(pieces)
 
 
+@settings(deadline=None)
 @given(texts)
 def test_no_piece_holds_half_a_character(text):
     """After every token, what has been told is all that is whole, and no more."""

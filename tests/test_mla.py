@@ -342,6 +342,7 @@ def test_decoding_uses_the_absorbed_form_and_training_never(config, monkeypatch)
 a_width = st.integers(1, 64)
 
 
+@settings(deadline=None)
 @given(a_width, a_width, a_width, a_width, st.integers(1, 300), st.integers(0, 3000))
 def test_the_rule_is_the_published_inequality(latent, plain, rotary, value, new, cached):
     """1/T > 1/S + (2 d_c − d_h − d_v) / (d_c (d_h + d_v)), in whole numbers."""
