@@ -26,6 +26,7 @@ from mdsd.training.checkpoint import checkpoints, load_run
 from mdsd.training.data import PrepareConfig, TokenData
 from mdsd.training.loop import read_log
 from mdsd.training.step import TrainConfig
+from mdsd.training.tokenizer import gpt2_tokenizer
 
 SHAPES = (
     "--model.hidden-size 16 --model.num-hidden-layers 2 --model.num-attention-heads 2 "
@@ -172,6 +173,23 @@ def test_out_to_others_and_back(run, tmp_path, ask):
         assert tensor.equal(after.state_dict()[name]), name
     one, two = (ask("sample", "--run", where, "--max-new-tokens", 30)[1] for where in (run, back))
     assert one == two
+
+
+def test_the_next_command_can_be_typed_as_shown(run, tmp_path, ask):
+    folder, back = tmp_path / "hf tiny", tmp_path / "größe and more"
+    ask("export", "--run", run, "--out", folder)
+    _, _, remarks = ask("import", "--folder", folder, "--out", back)
+    assert f'mdsd sample --run "{back}" --prompt' in remarks
+
+
+def test_importing_refuses_the_tokenizer_of_a_larger_model(run, tmp_path, ask):
+    folder = tmp_path / "hf"
+    ask("export", "--run", run, "--out", folder)
+    meta = json.dumps(gpt2_tokenizer().to_meta())
+    (folder / "tokenizer_meta.json").write_text(meta, encoding="utf-8")
+    told = explained(*ask("import", "--folder", folder, "--out", tmp_path / "new"))
+    assert "has 50,257 tokens and the model" in told
+    assert not (tmp_path / "new").exists()
 
 
 def test_importing_says_what_is_missing(run, tmp_path, ask):

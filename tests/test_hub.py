@@ -346,7 +346,7 @@ def test_a_folder_with_files_is_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("precious", encoding="utf-8")
     with pytest.raises(HubError, match="not empty: choose another"):
         save_pretrained(hardened(SMALL), tmp_path)
-    with pytest.raises(HubError, match="not empty"):
+    with pytest.raises(HubError, match="is a file: choose another"):
         save_pretrained(hardened(SMALL), tmp_path / "mine.txt")
     assert os.listdir(tmp_path) == ["mine.txt"]
 
@@ -356,6 +356,25 @@ def test_an_empty_folder_is_filled(tmp_path):
     save_pretrained(hardened(SMALL), tmp_path / "model")
     assert from_pretrained(tmp_path / "model").config == SMALL
     assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need a privilege on Windows")
+@pytest.mark.parametrize("made", [True, False])
+def test_a_link_leads_to_the_folder_that_is_written(tmp_path, made):
+    if made:
+        (tmp_path / "disk").mkdir()
+    (tmp_path / "model").symlink_to(tmp_path / "disk")
+    save_pretrained(hardened(SMALL), tmp_path / "model")
+    assert (tmp_path / "model").is_symlink()
+    assert from_pretrained(tmp_path / "model").config == SMALL
+    assert sorted(os.listdir(tmp_path)) == ["disk", "model"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such permissions")
+def test_whoever_may_read_one_file_may_read_all(tmp_path):
+    save_pretrained(hardened(SMALL), tmp_path / "model")
+    modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir()}
+    assert len(modes) == 1
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left"), KeyboardInterrupt()])

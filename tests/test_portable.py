@@ -154,7 +154,7 @@ def test_our_own_tokenizer_comes_back(tmp_path):
     assert tokenizer_of(tmp_path) is None
     save_tokenizer(CUT, tmp_path, 512)
     assert tokenizer_of(tmp_path).to_meta() == CUT.to_meta()
-    for damage in ("{", "[]", "{}", "null"):
+    for damage in ("{", "[]", "{}", "null", "[" * 200_000):
         (tmp_path / "tokenizer_meta.json").write_text(damage, encoding="utf-8")
         with pytest.raises(TokenizerError, match=r"tokenizer_meta\.json is damaged"):
             tokenizer_of(tmp_path)

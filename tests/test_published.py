@@ -390,10 +390,10 @@ def test_an_index_that_is_wrong_about_a_tensor(folder):
 
 @pytest.mark.parametrize(
     "name",
-    ["../other.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\\b", 7, None, ["x"]],
+    ["../x.safetensors", "/etc/passwd", "sub/x", "..", "", "a\\b", "a\0b", 7, None, ["x"]],
 )
 def test_an_index_that_leads_out_of_the_folder(folder, name):
-    (folder.parent / "other.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    (folder.parent / "x.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     in_shards(folder, *halves(folder), **{GATE: name})
     assert "outside of the folder" in refused(folder)
 
@@ -410,6 +410,16 @@ def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
     (folder / "shard-1.safetensors").rename(tmp_path / "elsewhere")
     (folder / "shard-1.safetensors").symlink_to(tmp_path / "elsewhere")
     assert "'shard-1.safetensors', which is outside of the folder" in refused(folder)
+    (folder / "shard-1.safetensors").unlink()
+    (folder / "shard-1.safetensors").symlink_to("shard-1.safetensors")
+    assert "lacks shard-1.safetensors" in refused(folder)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need a privilege on Windows")
+def test_a_single_file_is_held_to_the_same(folder, tmp_path):
+    (folder / "model.safetensors").rename(tmp_path / "elsewhere")
+    (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    assert "'model.safetensors', which is outside of the folder" in refused(folder)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need a privilege on Windows")
@@ -422,6 +432,17 @@ def test_the_hubs_cache_keeps_files_as_links(model, folder, tmp_path):
         path.rename(blobs / f"{path.name}-hash")
         (snapshot / path.name).symlink_to(Path("../../blobs") / f"{path.name}-hash")
     assert_same(state_of(model), state_of(from_pretrained(snapshot)))
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused(folder, number):
+    change(folder, lambda tensors: tensors["model.norm.weight"].fill_(number))
+    assert "model.norm.weight holds numbers that are not finite" in refused(folder)
+
+
+def test_a_configuration_nested_too_deeply(folder):
+    (folder / "config.json").write_text("[" * 200_000, encoding="utf-8")
+    assert "cannot read" in refused(folder)
 
 
 # --- how it is read -------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ __all__ = ['ALWAYS', 'INDEX', 'MAIN_INDEX', 'HubError', 'Piece', 'published_name
 
 # %% ../../chapters/10_exchange.ipynb #6049e2ff
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -143,7 +144,7 @@ def read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise HubError(f"{path.parent} holds no {path.name}: is it a model's folder?") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HubError(f"cannot read {path}: {error}; fetch the file again") from error
     if not isinstance(values, dict):
         raise HubError(f"{path} holds no JSON object; fetch the file again")
@@ -164,17 +165,22 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     folder = folder.absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise HubError(f"{folder} is not empty: choose another folder, or remove it first")
-    partial = folder.with_name(f".{folder.name}.partial")
+        kind = "not empty" if folder.is_dir() else "a file"
+        raise HubError(f"{folder} is {kind}: choose another folder, or remove it first")
+    target = Path(os.path.realpath(folder))  # of a link, what it leads to
+    partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         yield partial
+        usual = partial.stat().st_mode & 0o666  # safetensors lets nobody else read its files
         for file in partial.rglob("*"):
+            if file.is_file():
+                file.chmod(usual)
             sync(file)
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
     except (OSError, SafetensorError) as error:
         raise HubError(f"cannot write {folder}: {error}") from error
     finally:

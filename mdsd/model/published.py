@@ -9,6 +9,7 @@ __all__ = ['PICKLED', 'FP8', 'SCALE', 'KINDS', 'few', 'block_size', 'read_config
 
 # %% ../../chapters/10a_published.ipynb #74071930
 import math
+import os
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -81,12 +82,16 @@ PICKLED = {".bin", ".pt", ".pth", ".ckpt"}
 
 def check_inside(folder: Path, name: object) -> Path:
     """The file `name` of `folder`; a `HubError` if it would lie anywhere else."""
-    path = folder / str(name)
+    path, home = folder / str(name), Path(os.path.realpath(folder))
     # The hub's own cache keeps a snapshot's files as links into the folder `blobs` beside it.
-    homes = [folder.resolve(), folder.resolve().parent.parent / "blobs"]
+    homes = [home, home.parent.parent / "blobs"]
     plain = isinstance(name, str) and name not in ("", "..") and Path(name).name == name
-    if not plain or "\\" in str(name) or path.resolve().parent not in homes:
-        raise HubError(f"{folder / INDEX} names the file {name!r}, which is outside of the folder")
+    plain = plain and not {"\\", "\0"} & set(str(name))
+    if not plain or Path(os.path.realpath(path)).parent not in homes:
+        raise HubError(
+            f"{folder} has weights in the file {name!r}, which is outside of the folder: if you "
+            "trust it, copy it there"
+        )
     return path
 
 
@@ -97,7 +102,7 @@ def weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
         HubError: there are none, a file is missing, or the index leads out of the folder.
     """
     if not (folder / INDEX).exists():
-        single = folder / "model.safetensors"
+        single = check_inside(folder, "model.safetensors")
         if not single.exists():
             pickled = sorted(path.name for path in folder.glob("*") if path.suffix in PICKLED)
             advice = f" ({pickled[0]} is pickled and could run code: convert it)" if pickled else ""
@@ -254,7 +259,9 @@ def fill(model: MiniDeepSeek, wanted: list[Piece], weights: Weights) -> None:
     """Read the tensors one by one into `model`, and compare those that MTP modules repeat."""
     state = model.state_dict()
     for piece in wanted:
-        state[piece.ours][piece.part].copy_(weights.read(piece.name))
+        part = state[piece.ours][piece.part].copy_(weights.read(piece.name))
+        if not part.isfinite().all():
+            raise HubError(f"{piece.name} holds numbers that are not finite: fetch its file again")
     for copy in shared_copies(model.config):
         ours = state[copy.ours]
         if copy.name in weights.home and not ours.equal(weights.read(copy.name).to(ours.dtype)):

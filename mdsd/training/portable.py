@@ -125,5 +125,5 @@ def tokenizer_of(folder: Path | str) -> Tokenizer | None:
         return None
     try:
         return Tokenizer.from_meta(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, AttributeError) as error:  # no JSON, no object, no tokenizer
+    except (OSError, ValueError, AttributeError, RecursionError) as error:  # no JSON, no object, …
         raise TokenizerError(f"{path} is damaged ({error}): fetch it again") from error
