@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['E4M3_MAX', 'E4M3_VALUES', 'TILE', 'SMALLEST_SCALE', 'KEPT', 'to_e4m3', 'decode', 'tile_scale', 'Quantized',
            'quantize_tiles', 'quantize_blocks', 'multiply_promoted', 'multiplies_fp8', 'multiply', 'Fp8Product',
-           'fp8_linear', 'Fp8Linear', 'fp8_experts', 'Fp8Experts', 'convert_to_fp8', 'fp8_train_step']
+           'fp8_linear', 'Fp8Linear', 'Fp8Experts', 'convert_to_fp8', 'fp8_train_step']
 
 # %% ../../chapters/11_fp8.ipynb #6933fc49
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .hub import dequantize_blocks
-from .moe import Experts, Routing, expert_load, product_dtype, swiglu
+from .moe import Experts, product_dtype, swiglu
 from .transformer import MiniDeepSeek
 from ..training.step import StepReport, TrainConfig, TrainState, train_step
 
@@ -187,24 +187,6 @@ class Fp8Linear(nn.Linear):
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 # %% ../../chapters/11_fp8.ipynb #bd63fafb
-def fp8_experts(
-    rows: Tensor, weight: Tensor, load: Tensor, gate_up: Tensor, down: Tensor
-) -> Tensor:
-    """What `looped_experts` computes of sorted rows (M, D), with each expert's products in FP8."""
-    sizes = load.tolist()
-    parts = zip(
-        rows.split(sizes), weight.split(sizes), gate_up.unbind(), down.unbind(), strict=True
-    )
-    return torch.cat(
-        [
-            # V3 sends the rows to the experts in FP8, with scales that are powers of two.
-            fp8_linear((swiglu(fp8_linear(part, up, True)) * g).type_as(part), down)
-            for part, g, up, down in parts
-            if len(part) or not len(rows)  # without any row, still a gradient
-        ]
-    )
-
-# %% ../../chapters/11_fp8.ipynb #b61691f4
 class Fp8Experts(Experts):
     """The routed experts with their products in FP8, on the parameters of `Experts`."""
 
@@ -216,15 +198,19 @@ class Fp8Experts(Experts):
         new.gate_up_proj, new.down_proj = experts.gate_up_proj, experts.down_proj
         return new.train(experts.training)
 
-    def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """Weighted sum (N, D) of the answers of each token's experts, as `Experts` computes it."""
-        order = routing.experts.flatten().argsort(stable=True)
-        token = order // routing.experts.shape[1]
-        weight = routing.weights.flatten().index_select(0, order)[:, None]
-        load = expert_load(routing, len(self.gate_up_proj))
-        rows = x.index_select(0, token)
-        answers = fp8_experts(rows, weight, load, self.gate_up_proj, self.down_proj)
-        return torch.zeros_like(x).index_add(0, token, answers.type_as(x))
+    def products(self, rows: Tensor, weight: Tensor, load: Tensor) -> Tensor:
+        """What `looped_experts` computes of sorted rows (M, D), each expert's products in FP8."""
+        sizes = load.tolist()
+        stacks = self.gate_up_proj.unbind(), self.down_proj.unbind()
+        parts = zip(rows.split(sizes), weight.split(sizes), *stacks, strict=True)
+        return torch.cat(
+            [
+                # V3 sends the rows to the experts in FP8, with scales that are powers of two.
+                fp8_linear((swiglu(fp8_linear(part, up, True)) * g).type_as(part), down)
+                for part, g, up, down in parts
+                if len(part) or not len(rows)  # without any row, still a gradient
+            ]
+        )
 
 # %% ../../chapters/11_fp8.ipynb #417c305b
 KEPT = ("lm_head", "eh_proj")  # linear layers that keep their precision
