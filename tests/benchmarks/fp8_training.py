@@ -1,4 +1,12 @@
-"""How far FP8 training strays from float32 over longer runs; about three minutes a seed."""
+"""How far FP8 training strays from float32: one short run, or longer ones by options.
+
+Over three seeds, the mean of the run and its standard deviation (some minutes a seed):
+
+--steps 600 --seeds 0 1 2
+    bundled stories, level easy, down to 0.44 nats: +0.27 % (0.46 %)
+--source stories.txt --steps 200 --seeds 0 1 2
+    11,946 stories of TinyStories, down to 4.20 nats: +0.02 % (0.01 %)
+"""
 
 import argparse
 import os
@@ -68,15 +76,19 @@ def compare(folder: Path, seed: int, steps: int) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--source", default="bundled", help="stories, as `mdsd prepare` takes them")
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--level", default="easy", help="of the bundled stories: easy or rich")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     options = parser.parse_args()
     print(f"FP8 against float32 in each of {PARTS} parts of a run, over the run, in validation")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare(PrepareConfig(source=options.source, out=folder / "data", workers=1))
+        chosen = {"source": options.source, "level": options.level}
+        prepare(PrepareConfig(**chosen, out=folder / "data", workers=1))
         results = [compare(folder, seed, options.steps) for seed in options.seeds]
     print(f"mean of {len(results)} seeds: {percent(np.mean(results, axis=0))}")
     if len(results) > 1:
