@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 # %% auto #0
-__all__ = ['read_log', 'open_log', 'loss_record', 'progress_text', 'draw_losses', 'plot_log', 'Interrupted', 'stop_on_signal',
-           'check_lengths', 'require_finite', 'set_learning_rate', 'after_step', 'run_steps', 'train',
+__all__ = ['PATIENCE', 'read_log', 'open_log', 'loss_record', 'progress_text', 'draw_losses', 'plot_log', 'Interrupted',
+           'stop_on_signal', 'check_lengths', 'stop_if_stuck', 'set_learning_rate', 'after_step', 'run_steps', 'train',
            'CheckpointError', 'TrainConfig', 'TrainingError', 'load_run']
 
 # %% ../../chapters/08d_training.ipynb #8eb3db77
@@ -42,8 +42,8 @@ from mdsd.training.checkpoint import (
 )
 from .data import TokenData, batch
 from mdsd.training.step import (
+    StateFunction,
     StepFunction,
-    StepReport,
     TrainConfig,
     TrainingError,
     TrainState,
@@ -169,16 +169,22 @@ def check_lengths(config: TrainConfig, model: ModelConfig, data: TokenData) -> N
             )
 
 # %% ../../chapters/08d_training.ipynb #e2f0228c
-def require_finite(report: StepReport, state: TrainState, rate: float) -> None:
-    """Raise a `TrainingError` if the step's loss or gradient is not a finite number."""
-    finite = report.losses.main.isfinite() & report.losses.mtp.isfinite().all()
-    if not state.scaler.is_enabled():  # float16 overflows now and then: the scaler skips the step
-        finite &= report.grad_norm.isfinite()
-    if not finite:
+PATIENCE = 5  # skipped steps in a row; what is still broken then does not heal
+
+
+def stop_if_stuck(state: TrainState, config: TrainConfig) -> None:
+    """Raise a `TrainingError` after several steps in a row whose loss or gradient was not finite.
+
+    In float16 gradients overflow until the loss scale has come down: there, a scale below 1 stops.
+    """
+    if state.scaler.is_enabled():
+        stuck = state.skipped_in_a_row > 0 and state.scaler.get_scale() < 1
+    else:
+        stuck = state.skipped_in_a_row >= PATIENCE
+    if stuck:
         raise TrainingError(
-            f"step {state.step + 1} gave loss {report.losses.main.item():.4g} and gradient norm "
-            f"{report.grad_norm.item():.4g} at learning rate {rate:.2e}: resume from the last "
-            "checkpoint with a lower learning_rate or a longer warm-up"
+            f"{state.skipped_in_a_row} steps in a row, the last of them {state.step}, had a loss "
+            "or gradient that is not finite"
         )
 
 # %% ../../chapters/08d_training.ipynb #dc41e059
@@ -220,8 +226,8 @@ def run_steps(
             rate = set_learning_rate(state, config)
             x, y = batch(tokens, config.batch_size, config.seq_len, config.seed, state.step)
             report = step(state, config, x.to(state.device), y.to(state.device))
-            require_finite(report, state, rate)
             state.step += 1
+            stop_if_stuck(state, config)
             speed = (state.step - first) * x.numel() / (perf_counter() - start)
             line = {"split": "train", "step": state.step} | loss_record(report.losses)
             line |= {"grad_norm": report.grad_norm.item(), "learning_rate": rate}
@@ -236,12 +242,16 @@ def run_steps(
 
 # %% ../../chapters/08d_training.ipynb #c1d3cb41
 def train(
-    config: TrainConfig, model_config: ModelConfig | None = None, step: StepFunction = train_step
+    config: TrainConfig,
+    model_config: ModelConfig | None = None,
+    step: StepFunction = train_step,
+    state: StateFunction = initial_state,
 ) -> TrainState:
     """Train a model and leave a run folder: settings, log, loss curve and checkpoints.
 
     The model is the preset that `config` names, over the data's vocabulary, unless `model_config`
-    gives another. `step` computes one optimizer step on token ids and targets (B, T).
+    gives another. `state` builds what is trained, and `step` computes one optimizer step on token
+    ids and targets (B, T): later chapters give others.
 
     Raises:
         TrainingError: model, data and device do not fit, or a loss was not finite.
@@ -251,16 +261,16 @@ def train(
     data = TokenData(config.data)
     model_config = model_config or preset(config.preset, vocab_size=data.meta["vocab_size"])
     check_lengths(config, model_config, data)
-    state = initial_state(config, model_config)
+    trained = state(config, model_config)
     open_run(config, model_config, data)
     if found := checkpoints(config.out):
-        restore(state, found[-1])
-    with open_log(config.out / "log.jsonl", state.step) as log:
-        run_steps(state, config, data, step, log)
+        restore(trained, found[-1])
+    with open_log(config.out / "log.jsonl", trained.step) as log:
+        run_steps(trained, config, data, step, log)
     plot_log(config.out)
-    if state.step < config.steps:
+    if trained.step < config.steps:
         raise Interrupted(
-            f"stopped after step {state.step} of {config.steps}, all of it saved in {config.out}: "
+            f"stopped after step {trained.step} of {config.steps}, all of it saved in {config.out}: "
             "go on with the same settings and resume (--resume)"
         )
-    return state
+    return trained

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -22,9 +23,9 @@ from ..model.transformer import Losses, MiniDeepSeek
 from .data import eval_batches
 
 # %% auto #0
-__all__ = ['DTYPES', 'StepFunction', 'TrainingError', 'RunConfig', 'TrainConfig', 'check_settings', 'learning_rate', 'mtp_weight',
-           'decay_groups', 'choose_device', 'choose_dtype', 'TrainState', 'initial_state', 'StepReport', 'backward',
-           'update', 'train_step', 'evaluate']
+__all__ = ['DTYPES', 'StateFunction', 'StepFunction', 'TrainingError', 'RunConfig', 'TrainConfig', 'check_settings',
+           'learning_rate', 'mtp_weight', 'decay_groups', 'choose_device', 'choose_dtype', 'WeightAverage',
+           'TrainState', 'initial_state', 'StepReport', 'backward', 'all_finite', 'update', 'train_step', 'evaluate']
 
 # %% ../../chapters/08a_step.ipynb #0623de72
 class TrainingError(MdsdError):
@@ -43,6 +44,8 @@ class RunConfig:
     """Size of the model."""
     resume: bool = False
     """Go on from the last checkpoint in `out`."""
+    change: bool = False
+    """Let a resumed run's settings differ from those it began with."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
     device: str = "auto"
@@ -57,6 +60,8 @@ class RunConfig:
     """Steps from one checkpoint to the next."""
     keep: int = 2
     """Last checkpoints that are kept; the best one stays besides."""
+    tensorboard: bool = False
+    """Write the log for TensorBoard too, in `out`/tensorboard."""
 
 # %% ../../chapters/08a_step.ipynb #c9557ce5
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +171,22 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float16
 
 # %% ../../chapters/08a_step.ipynb #a37454eb
+class WeightAverage(Protocol):
+    """A running average of the weights, kept beside them ([V3] section 3.2.3 has one)."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The averages in float32 on the CPU, by the parameters' names."""
+        ...
+
+    def load_state_dict(self, averages: dict[str, Tensor]) -> None:
+        """Go on from the averages that `state_dict` gave."""
+        ...
+
+    def applied(self, model: MiniDeepSeek) -> AbstractContextManager[None]:
+        """Let the model compute with the averages inside, and with its own weights after."""
+        ...
+
+
 @dataclass
 class TrainState:
     """All that a training changes as it goes, and where it computes."""
@@ -177,6 +198,9 @@ class TrainState:
     dtype: torch.dtype
     step: int = 0  # optimizer steps done
     best_loss: float = math.inf  # lowest main validation loss so far
+    skipped: int = 0  # steps that changed nothing, because a loss or gradient was not finite
+    skipped_in_a_row: int = 0  # of these, the ones since the last step that did
+    ema: WeightAverage | None = None
 
     def autocast(self) -> torch.autocast:
         """Run matrix products in `dtype`; float32 leaves everything as it is."""
@@ -218,24 +242,40 @@ def backward(state: TrainState, config: TrainConfig, x: Tensor, y: Tensor) -> Lo
     return Losses(*(part.detach() for part in losses))
 
 # %% ../../chapters/08a_step.ipynb #a2d01488
-def update(state: TrainState, config: TrainConfig, expert_load: Tensor) -> Tensor:
-    """Clip, step the optimizer, move the balance bias once; the norm () before clipping."""
+def all_finite(losses: Losses, norm: Tensor) -> bool:
+    """Whether every part of the loss and the norm () of the gradient are numbers."""
+    parts = [losses.main, losses.mtp, losses.balance, norm]
+    return bool(torch.cat([part.reshape(-1) for part in parts]).isfinite().all())
+
+
+def update(state: TrainState, config: TrainConfig, losses: Losses) -> Tensor:
+    """Clip, step the optimizer, move the balance bias once; the norm () before clipping.
+
+    If a loss or the norm is not finite, the gradients are dropped, nothing moves, and the step
+    counts as skipped.
+    """
     state.scaler.unscale_(state.optimizer)
     norm = clip_grad_norm_(state.model.parameters(), config.grad_clip)
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
+    if all_finite(losses, norm):
+        state.scaler.step(state.optimizer)
+        state.model.update_balance_bias(losses.expert_load, config.bias_speed)
+        state.skipped_in_a_row = 0
+    else:
+        state.skipped += 1
+        state.skipped_in_a_row += 1
+    state.scaler.update()  # float16: after an overflow the scale is halved
     state.optimizer.zero_grad(set_to_none=True)
-    state.model.update_balance_bias(expert_load, config.bias_speed)
     return norm
 
 
+StateFunction = Callable[[TrainConfig, ModelConfig], TrainState]
 StepFunction = Callable[[TrainState, TrainConfig, Tensor, Tensor], StepReport]
 
 
 def train_step(state: TrainState, config: TrainConfig, x: Tensor, y: Tensor) -> StepReport:
     """One optimizer step on x, y (B, T). Other ways to compute it take this function's place."""
     losses = backward(state, config, x, y)
-    return StepReport(losses, update(state, config, losses.expert_load))
+    return StepReport(losses, update(state, config, losses))
 
 # %% ../../chapters/08a_step.ipynb #d1c06c6d
 @torch.no_grad()
