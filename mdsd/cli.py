@@ -1,4 +1,4 @@
-"""The front door: `mdsd prepare`, `train`, `sample`, `evaluate`, `export` and `import`.
+"""The front door: `mdsd prepare`, `train`, `sample`, `evaluate`, `export`, `import`, `bench`.
 
 The options are the fields of the configuration classes; a user's mistake ends in one line.
 """
@@ -23,6 +23,7 @@ from mdsd.model.generate import Sampling, sample_stories, story_loss, tell_story
 from mdsd.model.hub import HubError, save_pretrained
 from mdsd.model.published import from_pretrained, read_config, save_run
 from mdsd.model.speculative import Tally, speculate_story
+from mdsd.training.benchmark import BenchConfig, run_bench, table
 from mdsd.training.checkpoint import load_run
 from mdsd.training.corpus import Level, check_story, entropy_per_token, generate_stories
 from mdsd.training.data import TokenData
@@ -229,6 +230,16 @@ def import_command(config: Annotated[ImportConfig, Flat]) -> None:
     )
 
 
+def bench_command(config: Annotated[BenchConfig, Flat]) -> None:
+    """Measure speed and memory beside transformers and a dense GPT, as a table of ratios.
+
+    For example:
+      mdsd bench --only small decode --rounds 5 --threads 2
+    """
+    print(table(run_bench(config)))
+    say(f"Every single time is in {config.out}.")
+
+
 def check_size(model: ModelConfig) -> None:
     """Raise a `ConfigError` if the model is one that only a cluster could train."""
     total = count_parameters(model).total
@@ -287,6 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "evaluate": evaluate_command,
                 "export": export_command,
                 "import": import_command,
+                "bench": bench_command,
             },
             prog="mdsd",
             description="Build, train and question a mini DeepSeek-V3.",
