@@ -167,12 +167,13 @@ def test_each_place_is_given_and_judged_by_the_rule_also_at_borders(seed: int, m
     model = hard_model(3)
     model.embed_tokens.register_forward_hook(lambda _, args, __: entered.append(args[0]))
 
-    def judge(logits: Tensor, targets: Tensor) -> Tensor:
-        assert logits.shape[:2] == targets.shape
+    def judge(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        assert h.shape[:2] == targets.shape
+        assert weight is model.lm_head.weight
         wanted.append(targets)
-        return logits.sum()
+        return h.sum()
 
-    monkeypatch.setattr(transformer, "cross_entropy", judge)
+    monkeypatch.setattr(transformer, "linear_cross_entropy", judge)
     model(tokens, targets)
     for k in range(4):
         for i in range(10 - k):
@@ -300,10 +301,15 @@ def test_the_gradient_of_a_shared_tensor_is_the_sum_over_its_uses(monkeypatch):
     model, (tokens, targets) = hard_model(2), split(sequences())
     model(tokens, targets).total(0.3, 0.0).backward()
     embedding = Recorder(model.embed_tokens.weight, F.embedding)
+    # The loss takes the head's weight: the recorder multiplies; the head behind it is the identity.
+    one = torch.eye(len(model.lm_head.weight))
     head = Recorder(model.lm_head.weight, F.linear)
+    loss = transformer.linear_cross_entropy
     with monkeypatch.context() as patch:
         patch.setattr(nn.Embedding, "forward", lambda _, x: embedding(x))
-        patch.setattr(model.lm_head, "forward", head)
+        patch.setattr(
+            transformer, "linear_cross_entropy", lambda h, _, targets: loss(head(h), one, targets)
+        )
         losses = model(tokens, targets)
     losses.total(0.3, 0.0).backward()
     for recorder in (embedding, head):

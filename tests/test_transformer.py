@@ -16,7 +16,8 @@ from mdsd.config import ConfigError, ModelConfig, YarnConfig, preset
 from mdsd.counting import parameter_shapes
 from mdsd.model.mla import LatentCache
 from mdsd.model.moe import MixtureOfExperts
-from mdsd.model.transformer import IGNORED, Losses, MiniDeepSeek, cross_entropy
+from mdsd.model.mtp import IGNORED
+from mdsd.model.transformer import Losses, MiniDeepSeek
 
 LENGTH = 40  # tokens of a test sequence; YaRN below stretches from 16
 
@@ -386,13 +387,6 @@ def test_the_bias_moves_against_the_load_and_only_when_told():
 def test_a_load_of_the_wrong_depth_is_refused():
     with pytest.raises(ValueError, match="zip"):
         build().update_balance_bias(torch.ones(1, 8), speed=0.01)
-
-
-def test_cross_entropy_agrees_with_torch():
-    logits, targets = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
-    targets[0, 3] = IGNORED
-    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    torch.testing.assert_close(cross_entropy(logits, targets), expected)
 
 
 def test_it_learns_by_heart():

@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..config import ConfigError
+from .loss import cross_entropy
 from .mla import LatentCache
 from .mtp import IGNORED
-from .transformer import MiniDeepSeek, cross_entropy
+from .transformer import MiniDeepSeek
 from ..training.tokenizer import Tokenizer
 
 # %% ../../chapters/09_generation.ipynb #2111c97c
