@@ -25,7 +25,7 @@ from torch import Tensor
 from ..config import BUILT_ONE_WAY, MdsdError, ModelConfig, to_dict
 from .generate import Sampling
 from .transformer import MiniDeepSeek
-from ..training.checkpoint import sync
+from ..training.files import sync
 from ..training.portable import save_tokenizer
 from ..training.tokenizer import Tokenizer
 

@@ -38,6 +38,7 @@ from mdsd.model.hub import (
     write_json,
 )
 from .transformer import MiniDeepSeek
+from ..training.files import seal
 from ..training.tokenizer import Tokenizer
 
 # %% ../../chapters/10a_published.ipynb #3d84cf03
@@ -302,6 +303,6 @@ def save_run(model: MiniDeepSeek, tokenizer: Tokenizer, run: Path) -> None:
         checkpoint.mkdir(parents=True)
         save_file(model.state_dict(), checkpoint / "model.safetensors")
         never = {"step": 0, "validation_loss": None, "best_loss": math.inf}
-        write_json(checkpoint / "state.json", never)
+        seal(checkpoint, never)
         write_json(partial / "tokenizer_meta.json", tokenizer.to_meta())
         write_json(partial / "config.json", to_dict(model.config))
