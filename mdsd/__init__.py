@@ -5,6 +5,14 @@ below hold the rest.
 """
 
 import os
+import signal
+import sys
+from pathlib import Path
+
+# While the program `mdsd` starts, Ctrl-C ends it without a traceback, until mdsd.cli takes over.
+_is_program = Path(sys.argv[0]).stem == "mdsd" or "-m mdsd" in " ".join(sys.orig_argv[:4])
+if _is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 # On Linux torch's threads spin while they wait for each other, so long that on a processor which
 # other programs use too a step takes ten times as long. It has to be said before torch is imported.

@@ -1,4 +1,4 @@
-"""The front door: `mdsd prepare`, `train`, `sample`, `evaluate`, `export`, `import`, `bench`.
+"""The front door: `mdsd prepare`, `train`, `plot`, `sample`, `evaluate`, `export` and others.
 
 The options are the fields of the configuration classes; a user's mistake ends in one line.
 """
@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import io
 import os
+import shlex
+import signal
+import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import tyro
 
@@ -24,10 +28,11 @@ from mdsd.model.hub import HubError, save_pretrained
 from mdsd.model.published import from_pretrained, read_config, save_run
 from mdsd.model.speculative import Tally, speculate_story
 from mdsd.training.benchmark import BenchConfig, run_bench, table
-from mdsd.training.checkpoint import load_run
+from mdsd.training.checkpoint import CheckpointWarning, load_run
 from mdsd.training.corpus import Level, check_story, entropy_per_token, generate_stories
 from mdsd.training.data import TokenData
-from mdsd.training.loop import train
+from mdsd.training.loop import Interrupted, train
+from mdsd.training.pictures import compare_runs, save_figure
 from mdsd.training.portable import tokenizer_of
 from mdsd.training.prepare import PrepareConfig, prepare
 from mdsd.training.step import TrainConfig
@@ -240,6 +245,26 @@ def bench_command(config: Annotated[BenchConfig, Flat]) -> None:
     say(f"Every single time is in {config.out}.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlotConfig:
+    """Which runs to compare, and where to draw them."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders that `mdsd train` wrote."""
+    out: Path = Path("runs.png")
+    """Picture to write; its ending chooses the format."""
+
+
+def plot_command(config: Annotated[PlotConfig, Flat]) -> None:
+    """Compare runs in one picture: losses, gradients, balance, speed.
+
+    For example:
+      mdsd plot runs/tiny runs/other --out runs.png
+    """
+    save_figure(compare_runs(config.runs), config.out)
+    say(f"{config.out} is drawn.")
+
+
 def check_size(model: ModelConfig) -> None:
     """Raise a `ConfigError` if the model is one that only a cluster could train."""
     total = count_parameters(model).total
@@ -283,30 +308,76 @@ def preset_in(arguments: list[str]) -> ModelConfig:
     return chosen
 
 
+def resuming(arguments: list[str]) -> str:
+    """The command that goes on with the training that these arguments began."""
+    program = "python -m mdsd" if Path(sys.argv[0]).stem == "__main__" else "mdsd"
+    words = [word for word in arguments if word not in ("--resume", "--no-resume")]
+    words.append("--resume")
+    return f"{program} {subprocess.list2cmdline(words) if os.name == 'nt' else shlex.join(words)}"
+
+
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Say what is wrong with a checkpoint in one line, without the place in the code."""
+
+    def remark(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if issubclass(category, CheckpointWarning):
+            say(f"Note: {message}.")
+        else:
+            shown_before(message, category, filename, lineno, file, line)
+
+    with warnings.catch_warnings():
+        shown_before, warnings.showwarning = warnings.showwarning, remark
+        yield
+
+
+def run_command(arguments: list[str]) -> None:
+    """Do what the command line asks for."""
+    tyro.extras.subcommand_cli_from_dict(
+        {
+            "prepare": prepare_command,
+            "train": train_command_for(preset_in(arguments)),
+            "plot": plot_command,
+            "sample": sample_command,
+            "evaluate": evaluate_command,
+            "export": export_command,
+            "import": import_command,
+            "bench": bench_command,
+        },
+        prog="mdsd",
+        description="Build, train and question a mini DeepSeek-V3.",
+        args=arguments,
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; the exit status is 0, or 1 after a mistake that it has explained."""
+    """Run the command line.
+
+    The exit status is 0; 1 after a mistake that it has explained, 2 after options that it does not
+    know; 130 after Ctrl-C and 143 after SIGTERM, also when a training was saved.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # see mdsd/__init__.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     arguments = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a Windows pipe has no λ: let it be "?"
             stream.reconfigure(errors="replace")
     try:
-        tyro.extras.subcommand_cli_from_dict(
-            {
-                "prepare": prepare_command,
-                "train": train_command_for(preset_in(arguments)),
-                "sample": sample_command,
-                "evaluate": evaluate_command,
-                "export": export_command,
-                "import": import_command,
-                "bench": bench_command,
-            },
-            prog="mdsd",
-            description="Build, train and question a mini DeepSeek-V3.",
-            args=arguments,
-        )
+        with one_line_warnings():
+            run_command(arguments)
     except BrokenPipeError:  # whoever read our output has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except Interrupted as error:
+        say(f"mdsd: {error}:", f"  {resuming(arguments)}")
+        return 128 + error.signal
     except (MdsdError, OSError) as error:  # what the library refuses, and a full or absent disk
         say(f"mdsd: {error}")
         return 1

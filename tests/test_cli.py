@@ -24,7 +24,7 @@ from mdsd.config import PRESETS, ConfigError, ModelConfig
 from mdsd.model.generate import Sampling
 from mdsd.training.checkpoint import checkpoints, load_run
 from mdsd.training.data import PrepareConfig, TokenData
-from mdsd.training.loop import read_log
+from mdsd.training.logs import read_log
 from mdsd.training.step import TrainConfig
 from mdsd.training.tokenizer import gpt2_tokenizer
 

@@ -34,7 +34,8 @@ from mdsd.model.hub import dequantize_blocks
 from mdsd.model.mla import LatentCache
 from mdsd.model.moe import Experts, Gate, Routing
 from mdsd.model.transformer import MiniDeepSeek
-from mdsd.training.loop import load_run, read_log, train
+from mdsd.training.logs import read_log
+from mdsd.training.loop import load_run, train
 from mdsd.training.prepare import PrepareConfig, prepare
 from mdsd.training.step import TrainConfig, train_step
 

@@ -19,17 +19,13 @@ from safetensors.torch import load_file, save_file
 from mdsd.config import MdsdError, from_dict, preset
 from mdsd.training.checkpoint import CheckpointError, checkpoints, load_run, save_checkpoint
 from mdsd.training.data import PrepareConfig, TokenData, batch, prepare
-from mdsd.training.loop import (
-    Interrupted,
-    TrainingError,
-    draw_losses,
-    progress_text,
-    read_log,
-    train,
-)
+from mdsd.training.logs import progress_text, read_log
+from mdsd.training.loop import Interrupted, TrainingError, train
+from mdsd.training.pictures import draw_losses
 from mdsd.training.step import StepReport, TrainConfig, backward, learning_rate, train_step, update
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "q_lora_rank": 16, "kv_lora_rank": 16}
+CLOCKS = ("tokens_per_second", "mfu")
 LOSSES = ("main", "mtp", "balance", "max_violation", "grad_norm", "learning_rate")
 
 
@@ -84,7 +80,7 @@ def stop_after(step: int):
 def log_losses(run: Path) -> list[dict]:
     """The log without what depends on the clock."""
     log = read_log(run / "log.jsonl")
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in log]
+    return [{k: v for k, v in line.items() if k not in CLOCKS} for line in log]
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

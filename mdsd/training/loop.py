@@ -5,42 +5,52 @@
 # %% ../../chapters/08d_training.ipynb #816b419c
 from __future__ import annotations
 
-import json
+import math
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter
-from typing import Any, TextIO
+from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from torch import Tensor
 
 # %% auto #0
-__all__ = ['PATIENCE', 'read_log', 'open_log', 'loss_record', 'progress_text', 'draw_losses', 'plot_log', 'Interrupted',
-           'stop_on_signal', 'check_lengths', 'stop_if_stuck', 'set_learning_rate', 'after_step', 'run_steps', 'train',
-           'CheckpointError', 'TrainConfig', 'TrainingError', 'load_run']
+__all__ = ['NOTE', 'PATIENCE', 'Interrupted', 'StopRequest', 'stop_on_signal', 'check_lengths', 'is_stuck', 'way_back',
+           'explain_stuck', 'require_finite_weights', 'set_learning_rate', 'validate', 'after_step', 'run_steps',
+           'train', 'CheckpointError', 'TrainConfig', 'TrainingError', 'load_run']
 
 # %% ../../chapters/08d_training.ipynb #8eb3db77
 from tqdm import tqdm
 
 from ..config import ModelConfig, preset
-from ..figures import PALETTE
-from ..model.moe import max_violation
-from ..model.transformer import Losses
 from mdsd.training.checkpoint import (
     CheckpointError,
+    check_room,
     checkpoints,
     load_run,
     open_run,
     prune,
     restore,
     save_checkpoint,
-    write_text,
 )
 from .data import TokenData, batch
+from mdsd.training.logs import (
+    RunLog,
+    Speed,
+    acceptance,
+    board_writer,
+    broken_tensor,
+    find_origin,
+    flops_per_token,
+    loss_record,
+    matmul_peak,
+    progress_text,
+)
+from .pictures import plot_log
+
+# %% ../../chapters/08d_training.ipynb #ed32963c
 from mdsd.training.step import (
     StateFunction,
     StepFunction,
@@ -56,78 +66,28 @@ from mdsd.training.step import (
 # Who trains finds these here too.
 _all_ = ["CheckpointError", "TrainConfig", "TrainingError", "load_run"]
 
-# %% ../../chapters/08d_training.ipynb #277f41f5
-def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `log.jsonl`; one that a kill cut short ends the log."""
-    lines: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
-        try:
-            lines.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return lines
-
-
-def open_log(path: Path, step: int) -> TextIO:
-    """Open the log to append, without the lines after `step`: those steps will run again."""
-    kept = [json.dumps(line) + "\n" for line in read_log(path) if line["step"] <= step]
-    write_text(path, "".join(kept))
-    return path.open("a", encoding="utf-8", buffering=1)  # a line at a time
-
-# %% ../../chapters/08d_training.ipynb #7aa3aee5
-def loss_record(losses: Losses) -> dict[str, Any]:
-    """The parts of the loss as plain numbers; MaxVio is the mean over the MoE layers."""
-    load = losses.expert_load
-    return {
-        "main": losses.main.item(),
-        "mtp": losses.mtp.tolist(),
-        "balance": losses.balance.item(),
-        "max_violation": max_violation(load).mean().item() if len(load) else 0.0,
-    }
-
-# %% ../../chapters/08d_training.ipynb #961f054c
-def progress_text(line: dict[str, Any]) -> str:
-    """What the progress bar says of a log line: main loss, MTP loss of each depth, speed."""
-    mtp = "".join(f" {loss:.3f}" for loss in line["mtp"])
-    losses = f"loss {line['main']:.3f}" + (f", MTP{mtp}" if mtp else "")
-    return f"{losses}, {line['tokens_per_second']:,} tokens/s"
-
-# %% ../../chapters/08d_training.ipynb #f2233fc7
-def draw_losses(axes: Axes, log: list[dict[str, Any]]) -> None:
-    """Draw the losses of each depth, on training batches (thin) and validation (dots).
-
-    The losses are on a logarithmic axis: late in a run, tenths matter.
-    """
-    for depth in range(1 + max((len(line["mtp"]) for line in log), default=0)):
-        label, color = f"MTP depth {depth}" if depth else "main", PALETTE[depth % len(PALETTE)]
-        for split, style in (("train", {"alpha": 0.5, "lw": 0.8}), ("val", {"marker": "o"})):
-            lines = [line for line in log if line["split"] == split]
-            values = [[line["main"], *line["mtp"]][depth] for line in lines]
-            steps = [line["step"] for line in lines]
-            if steps:
-                axes.plot(steps, values, color=color, label=f"{label}, {split}", **style)
-    axes.set(xlabel="step", ylabel="loss (nats a token)", yscale="log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    axes.legend()
-
-# %% ../../chapters/08d_training.ipynb #2022fe76
-def plot_log(run: Path) -> None:
-    """Write `loss.png` from the run's `log.jsonl`."""
-    figure = Figure(figsize=(8, 4), layout="constrained")  # no window, whatever the backend
-    draw_losses(figure.subplots(), read_log(run / "log.jsonl"))
-    figure.savefig(run / "loss.png", dpi=120)
-
-# %% ../../chapters/08d_training.ipynb #02b5c0a3
+# %% ../../chapters/08d_training.ipynb #e6f7bad3
 class Interrupted(TrainingError):
-    """Ctrl-C or SIGTERM stopped the training; everything up to that step is saved."""
+    """A `signal`, Ctrl-C or SIGTERM, stopped the training; all up to that step is saved."""
 
-# %% ../../chapters/08d_training.ipynb #d206f679
+    def __init__(self, message: str, number: int = signal.SIGINT) -> None:
+        super().__init__(message)
+        self.signal = signal.Signals(number)
+
+
+class StopRequest:
+    """Whether, and by which signal, a training has been asked to stop."""
+
+    signal: int | None = None
+
+
+NOTE = b"\nStopping after this step. Once more leaves at once, without saving.\n"
+
+# %% ../../chapters/08d_training.ipynb #766c4f39
 @contextmanager
-def stop_on_signal() -> Iterator[threading.Event]:
-    """Give an event that Ctrl-C or SIGTERM sets; a second one acts as it would have before."""
-    stop = threading.Event()
+def stop_on_signal() -> Iterator[StopRequest]:
+    """Give a request that Ctrl-C or SIGTERM makes; a second one acts as it would have before."""
+    stop = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread may handle signals
         return
@@ -137,9 +97,11 @@ def stop_on_signal() -> Iterator[threading.Event]:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    def ask(*_: object) -> None:
-        stop.set()
+    def ask(number: int, _: object) -> None:
+        stop.signal = number
         restore_handlers()
+        if os.isatty(2):
+            os.write(2, NOTE)  # print() could come in the middle of another print()
 
     for number in before:
         signal.signal(number, ask)
@@ -148,13 +110,19 @@ def stop_on_signal() -> Iterator[threading.Event]:
     finally:
         restore_handlers()
 
-# %% ../../chapters/08d_training.ipynb #16252cdd
+# %% ../../chapters/08d_training.ipynb #7aa3aee5
 def check_lengths(config: TrainConfig, model: ModelConfig, data: TokenData) -> None:
     """Raise a `TrainingError` if model, data and sequence length do not fit each other."""
-    if config.seq_len > model.max_position_embeddings:
+    longest, depths = model.max_position_embeddings, model.num_nextn_predict_layers
+    if config.seq_len > longest:
         raise TrainingError(
             f"seq_len is {config.seq_len}, but the model's longest sequence "
-            f"(max_position_embeddings) is {model.max_position_embeddings}"
+            f"(max_position_embeddings) is {longest}"
+        )
+    if config.seq_len <= depths:
+        raise TrainingError(
+            f"seq_len is {config.seq_len}; {depths} MTP modules look {depths} tokens further "
+            "than the next: it must be greater"
         )
     if model.vocab_size < data.meta["vocab_size"]:
         raise TrainingError(
@@ -168,23 +136,47 @@ def check_lengths(config: TrainConfig, model: ModelConfig, data: TokenData) -> N
                 f"{config.seq_len + 1}: lower seq_len or prepare more text"
             )
 
-# %% ../../chapters/08d_training.ipynb #e2f0228c
+# %% ../../chapters/08d_training.ipynb #303431f6
 PATIENCE = 5  # skipped steps in a row; what is still broken then does not heal
 
 
-def stop_if_stuck(state: TrainState, config: TrainConfig) -> None:
-    """Raise a `TrainingError` after several steps in a row whose loss or gradient was not finite.
+def is_stuck(state: TrainState) -> bool:
+    """Whether so many steps in a row were skipped that no later one will do better.
 
     In float16 gradients overflow until the loss scale has come down: there, a scale below 1 stops.
     """
     if state.scaler.is_enabled():
-        stuck = state.skipped_in_a_row > 0 and state.scaler.get_scale() < 1
-    else:
-        stuck = state.skipped_in_a_row >= PATIENCE
-    if stuck:
+        return state.skipped_in_a_row > 0 and state.scaler.get_scale() < 1
+    return state.skipped_in_a_row >= PATIENCE
+
+# %% ../../chapters/08d_training.ipynb #5291229b
+def way_back(config: TrainConfig) -> str:
+    """Where a broken run can go on from, in words."""
+    if not (found := checkpoints(config.out)):
+        return "No checkpoint was saved before: start again in another folder"
+    return (
+        f"The last good checkpoint is {found[-1].path}: resume (--resume) goes on from it; to do "
+        "so with other settings, as a lower learning_rate, let them change (--change)"
+    )
+
+
+def explain_stuck(
+    state: TrainState, config: TrainConfig, step: StepFunction, x: Tensor, y: Tensor
+) -> str:
+    """What is wrong, where it began, and what to do, when the step on x, y (B, T) is stuck."""
+    skipped = state.skipped_in_a_row
+    return (
+        f"{skipped} steps in a row, the last of them {state.step}, had a loss or gradient that is "
+        f"not finite. It began in {find_origin(state, config, step, x, y)}. {way_back(config)}"
+    )
+
+
+def require_finite_weights(state: TrainState, config: TrainConfig) -> None:
+    """Raise a `TrainingError` if the weights are broken, so that they are never saved."""
+    if name := broken_tensor(state.model):
         raise TrainingError(
-            f"{state.skipped_in_a_row} steps in a row, the last of them {state.step}, had a loss "
-            "or gradient that is not finite"
+            f"after step {state.step} the weight {name} is not finite, and nothing was saved of "
+            f"it. {way_back(config)}"
         )
 
 # %% ../../chapters/08d_training.ipynb #dc41e059
@@ -196,49 +188,66 @@ def set_learning_rate(state: TrainState, config: TrainConfig) -> float:
     return rate
 
 # %% ../../chapters/08d_training.ipynb #f963d15c
+def validate(state: TrainState, config: TrainConfig, data: TokenData) -> dict[str, Any]:
+    """The log's line of an evaluation; "ema" is the main loss of the averaged weights."""
+    tokens = data.split("val")
+    line = {"split": "val", "step": state.step} | loss_record(evaluate(state, config, tokens))
+    line["acceptance"] = acceptance(state, config, tokens)
+    if state.ema is not None:
+        with state.ema.applied(state.model):
+            line["ema"] = evaluate(state, config, tokens).main.item()
+    return line
+
+
 def after_step(
-    state: TrainState, config: TrainConfig, data: TokenData, log: TextIO, stopping: bool
+    state: TrainState, config: TrainConfig, data: TokenData, log: RunLog, stopping: bool
 ) -> None:
     """Evaluate if it is time to; save if it is time to, the model is the best yet, or all ends."""
     last = state.step == config.steps
     loss: float | None = None
     if last or state.step % config.eval_every == 0:
-        losses = evaluate(state, config, data.split("val"))
-        line = {"split": "val", "step": state.step} | loss_record(losses)
-        log.write(json.dumps(line) + "\n")
-        loss = losses.main.item()
+        line = validate(state, config, data)
+        log.write(line)
+        loss = line["main"] if math.isfinite(line["main"]) else None
     improved = loss is not None and loss < state.best_loss
     if loss is not None:
         state.best_loss = min(loss, state.best_loss)
     if improved or last or stopping or state.step % config.save_every == 0:
+        require_finite_weights(state, config)
         save_checkpoint(state, config.out, loss)
         prune(config.out, config.keep)
 
 # %% ../../chapters/08d_training.ipynb #8dea0f94
 def run_steps(
-    state: TrainState, config: TrainConfig, data: TokenData, step: StepFunction, log: TextIO
-) -> None:
-    """Run the steps that are left, or as many as a signal allows."""
-    tokens, first, start = data.split("train"), state.step, perf_counter()
-    bar = tqdm(total=config.steps, initial=first, desc="training", unit="step", dynamic_ncols=True)
+    state: TrainState, config: TrainConfig, data: TokenData, step: StepFunction, log: RunLog
+) -> int | None:
+    """Run the steps that are left, or as many as a signal allows; the signal, if there was one."""
+    tokens, peak = data.split("train"), matmul_peak(state.device, state.dtype)
+    speed = Speed(flops_per_token(state.model.config, config.seq_len), peak)
+    bar = tqdm(
+        total=config.steps, initial=state.step, desc="training", unit="step", dynamic_ncols=True
+    )
     with stop_on_signal() as stop, bar:
         while state.step < config.steps:
-            rate = set_learning_rate(state, config)
+            start, rate = perf_counter(), set_learning_rate(state, config)
             x, y = batch(tokens, config.batch_size, config.seq_len, config.seed, state.step)
-            report = step(state, config, x.to(state.device), y.to(state.device))
+            x, y = x.to(state.device), y.to(state.device)
+            report = step(state, config, x, y)
             state.step += 1
-            stop_if_stuck(state, config)
-            speed = (state.step - first) * x.numel() / (perf_counter() - start)
-            line = {"split": "train", "step": state.step} | loss_record(report.losses)
+            line: dict[str, Any] = {"split": "train", "step": state.step}
+            line |= loss_record(report.losses)
             line |= {"grad_norm": report.grad_norm.item(), "learning_rate": rate}
-            line |= {"tokens_per_second": round(speed)}
-            log.write(json.dumps(line) + "\n")
+            line |= {"skipped": state.skipped} | speed.record(x.numel(), perf_counter() - start)
+            log.write(line)
             bar.set_postfix_str(progress_text(line), refresh=False)
             bar.update()
-            stopping = stop.is_set()  # read once: a signal during the save waits for the next step
-            after_step(state, config, data, log, stopping)
-            if stopping:
-                return
+            if is_stuck(state):
+                raise TrainingError(explain_stuck(state, config, step, x, y))
+            stopping = stop.signal  # read once: a signal during the save waits for the next step
+            after_step(state, config, data, log, stopping is not None)
+            if stopping is not None:
+                return stopping
+    return None
 
 # %% ../../chapters/08d_training.ipynb #c1d3cb41
 def train(
@@ -254,23 +263,29 @@ def train(
     ids and targets (B, T): later chapters give others.
 
     Raises:
-        TrainingError: model, data and device do not fit, or a loss was not finite.
-        CheckpointError: the run folder is taken, damaged, not writable or of another model.
+        TrainingError: model, data and device do not fit, or steps in a row were not finite.
+        CheckpointError: the run folder is taken, damaged, not writable, too small for the
+            checkpoints, or of another model or other settings.
+        LogError: the log of a resumed run is damaged, or TensorBoard is not installed.
         Interrupted: Ctrl-C or SIGTERM; everything up to that step is saved.
     """
     data = TokenData(config.data)
     model_config = model_config or preset(config.preset, vocab_size=data.meta["vocab_size"])
     check_lengths(config, model_config, data)
+    if config.tensorboard:
+        board_writer()  # raises if it is not installed
     trained = state(config, model_config)
+    check_room(trained, config)
     open_run(config, model_config, data)
     if found := checkpoints(config.out):
         restore(trained, found[-1])
-    with open_log(config.out / "log.jsonl", trained.step) as log:
-        run_steps(trained, config, data, step, log)
+    with RunLog(config.out, trained.step, config.tensorboard) as log:
+        stopped = run_steps(trained, config, data, step, log)
     plot_log(config.out)
-    if trained.step < config.steps:
+    if stopped is not None and trained.step < config.steps:
         raise Interrupted(
-            f"stopped after step {trained.step} of {config.steps}, all of it saved in {config.out}: "
-            "go on with the same settings and resume (--resume)"
+            f"stopped after step {trained.step} of {config.steps}, all of it saved in "
+            f"{config.out}; go on with the same settings and resume (--resume)",
+            stopped,
         )
     return trained

@@ -9,9 +9,9 @@ import math
 import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, get_args, get_type_hints
 
 import numpy as np
 import torch
@@ -23,9 +23,10 @@ from ..model.transformer import Losses, MiniDeepSeek
 from .data import eval_batches
 
 # %% auto #0
-__all__ = ['DTYPES', 'StateFunction', 'StepFunction', 'TrainingError', 'RunConfig', 'TrainConfig', 'check_settings',
-           'learning_rate', 'mtp_weight', 'decay_groups', 'choose_device', 'choose_dtype', 'WeightAverage',
-           'TrainState', 'initial_state', 'StepReport', 'backward', 'all_finite', 'update', 'train_step', 'evaluate']
+__all__ = ['KINDS', 'DTYPES', 'StateFunction', 'StepFunction', 'TrainingError', 'RunConfig', 'TrainConfig', 'check_types',
+           'check_settings', 'learning_rate', 'mtp_weight', 'decay_groups', 'choose_device', 'choose_dtype',
+           'WeightAverage', 'TrainState', 'initial_state', 'StepReport', 'backward', 'all_finite', 'update',
+           'train_step', 'evaluate']
 
 # %% ../../chapters/08a_step.ipynb #0623de72
 class TrainingError(MdsdError):
@@ -97,8 +98,27 @@ class TrainConfig(RunConfig):
         check_settings(self)
 
 # %% ../../chapters/08a_step.ipynb #42982527
+KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+
+
+def check_types(config: RunConfig) -> None:
+    """Raise a `ConfigError` that names the first field whose value is not of its type."""
+    hints = get_type_hints(type(config))
+    for name in (field.name for field in fields(config)):
+        value, hint = getattr(config, name), hints[name]
+        if choices := get_args(hint):  # a Literal
+            fits, kind = value in choices, f"one of {', '.join(choices)}"
+        else:
+            kind = KINDS.get(hint, f"a {hint.__name__}")
+            fits = isinstance(value, int | float if hint is float else hint)
+            fits &= hint is bool or not isinstance(value, bool)
+        if not fits:
+            raise ConfigError(f"{name} is {value!r}; it must be {kind}")
+
+
 def check_settings(config: TrainConfig) -> None:
-    """Raise a `ConfigError` that names the number which no training can have."""
+    """Raise a `ConfigError` that names the value which no training can have."""
+    check_types(config)
     for name in "steps batch_size seq_len eval_every eval_batches save_every keep".split():
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} is {getattr(config, name)}; it must be at least 1")
@@ -176,17 +196,14 @@ class WeightAverage(Protocol):
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages in float32 on the CPU, by the parameters' names."""
-        ...
 
     def load_state_dict(self, averages: dict[str, Tensor]) -> None:
         """Go on from the averages that `state_dict` gave."""
-        ...
 
     def applied(self, model: MiniDeepSeek) -> AbstractContextManager[None]:
         """Let the model compute with the averages inside, and with its own weights after."""
-        ...
 
-
+# %% ../../chapters/08a_step.ipynb #4ca787e7
 @dataclass
 class TrainState:
     """All that a training changes as it goes, and where it computes."""
