@@ -209,10 +209,21 @@ def balance_loss(routing: Routing, batch_size: int, config: ModelConfig) -> Tens
 
 # %% ../../chapters/05_moe.ipynb #6e4abdbf
 class RouterStats(NamedTuple):
-    """What one MoE layer reports of one forward pass."""
+    """What one MoE layer reports of one forward pass, counted when asked: generation never asks."""
 
-    balance: Tensor  # () the sequence-wise balance loss
-    load: Tensor  # (E,) int64, routed copies of tokens
+    routing: Routing
+    batch_size: int
+    config: ModelConfig
+
+    @property
+    def balance(self) -> Tensor:
+        """The sequence-wise balance loss ()."""
+        return balance_loss(self.routing, self.batch_size, self.config)
+
+    @property
+    def load(self) -> Tensor:
+        """Routed copies of tokens (E,) int64."""
+        return expert_load(self.routing, self.config.n_routed_experts)
 
 
 class MixtureOfExperts(nn.Module):
@@ -237,5 +248,4 @@ class MixtureOfExperts(nn.Module):
         out = self.experts(flat, routing).view_as(x)
         if self.shared_experts is not None:
             out = out + self.shared_experts(x)
-        load = expert_load(routing, self.config.n_routed_experts)
-        return out, RouterStats(balance_loss(routing, x.shape[0], self.config), load)
+        return out, RouterStats(routing, x.shape[0], self.config)

@@ -27,7 +27,7 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     `cos_sin` (2, T, R/2) comes from `rotation`; the result has the shape and dtype of x.
     """
     cos, sin = cos_sin
-    even, odd = x[..., 0::2], x[..., 1::2]
+    even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)  # undone by one stack; slices fill with zeros
     turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
     return turned.flatten(-2).type_as(x)
 

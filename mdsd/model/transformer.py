@@ -115,13 +115,13 @@ class Losses(NamedTuple):
         return loss + mtp_weight * self.mtp.mean() if len(self.mtp) else loss
 
 
-def join_reports(reports: list[RouterStats | None], experts: int) -> RouterStats:
+def join_reports(reports: list[RouterStats | None], experts: int) -> tuple[Tensor, Tensor]:
     """One report of all MoE layers: mean balance loss () and loads (L, E)."""
     found = [report for report in reports if report is not None]
     if not found:
-        return RouterStats(torch.zeros(()), torch.zeros(0, experts, dtype=torch.long))
+        return torch.zeros(()), torch.zeros(0, experts, dtype=torch.long)
     balance = torch.stack([report.balance for report in found]).mean()
-    return RouterStats(balance, torch.stack([report.load for report in found]))
+    return balance, torch.stack([report.load for report in found])
 
 # %% ../../chapters/07_transformer.ipynb #43733478
 class MiniDeepSeek(Trunk):
