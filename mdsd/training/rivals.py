@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['GIB', 'NEW_TOKENS', 'BenchError', 'import_transformers', 'reference_model', 'step_of', 'reference_step',
            'expert_forms', 'fastest_setting', 'GPTBlock', 'DenseGPT', 'equal_gpt', 'gpt_flops', 'our_decoding',
-           'Stopwatch', 'reference_decoding']
+           'Stopwatch', 'reference_decoding', 'head_losses']
 
 # %% ../../chapters/12b_rivals.ipynb #dc81d20c
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +21,12 @@ from torch.nn.utils import clip_grad_norm_
 from ..config import MdsdError, ModelConfig, to_dict
 from ..counting import count_parameters
 from ..model.generate import Sampling, generate_rows
-from ..model.transformer import MiniDeepSeek
-from .speed import Timed, Workload
+from ..model.loss import linear_cross_entropy
+from ..model.transformer import MiniDeepSeek, initialize
+from .speed import Timed, Workload, timed
 from .step import decay_groups
 
-# %% ../../chapters/12b_rivals.ipynb #70c2ff19
+# %% ../../chapters/12b_rivals.ipynb #6d39e750
 class BenchError(MdsdError):
     """A measurement that cannot be made here."""
 
@@ -42,8 +44,8 @@ def import_transformers() -> Any:
     transformers.logging.set_verbosity_error()
     return transformers
 
-
-def reference_model(config: ModelConfig, attention: str, experts: str) -> nn.Module:
+# %% ../../chapters/12b_rivals.ipynb #329a4c4d
+def reference_model(config: ModelConfig, attention: str, experts: str) -> Any:
     """transformers' DeepseekV3ForCausalLM of `config` with the weights of our seed 0."""
     transformers, values = import_transformers(), to_dict(config)
     for name in ("rope_scaling", "num_nextn_predict_layers"):
@@ -62,7 +64,7 @@ def reference_model(config: ModelConfig, attention: str, experts: str) -> nn.Mod
     )
     return theirs
 
-# %% ../../chapters/12b_rivals.ipynb #6d39e750
+# %% ../../chapters/12b_rivals.ipynb #31524abb
 def step_of(
     model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], workload: Workload
 ) -> Callable[[], object]:
@@ -78,7 +80,7 @@ def step_of(
 
     return run
 
-
+# %% ../../chapters/12b_rivals.ipynb #612bab60
 def reference_step(workload: Workload, attention: str, experts: str) -> Callable[[], object]:
     """A training step of transformers' model."""
     model = reference_model(workload.model, attention, experts).train()
@@ -118,9 +120,9 @@ def fastest_setting(
     eager = trial("eager", best)
     return "eager" if eager < experts[best] else "sdpa", best
 
-# %% ../../chapters/12b_rivals.ipynb #26fab41b
+# %% ../../chapters/12b_rivals.ipynb #138dc5ad
 class GPTBlock(nn.Module):
-    """Attention with heads of full width, then an FFN with GELU, each behind a LayerNorm [GPT-2]."""
+    """Attention and an FFN with GELU, each behind a LayerNorm [GPT-2]."""
 
     def __init__(self, width: int, heads: int, inner: int) -> None:
         super().__init__()
@@ -137,7 +139,7 @@ class GPTBlock(nn.Module):
         h = h + self.out(mean.transpose(1, 2).flatten(-2))
         return h + self.down(F.gelu(self.up(self.norm_2(h))))
 
-
+# %% ../../chapters/12b_rivals.ipynb #97972b59
 class DenseGPT(nn.Module):
     """A plain GPT: learned positions, LayerNorm, GELU, a head of its own."""
 
@@ -147,8 +149,7 @@ class DenseGPT(nn.Module):
         self.blocks = nn.Sequential(*(GPTBlock(width, heads, inner) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
-        for name, weight in self.named_parameters():
-            nn.init.normal_(weight, std=0.02) if weight.dim() > 1 else None
+        initialize(self, 0.02)
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         """Mean cross-entropy () in nats of targets y (B, T) after tokens x (B, T)."""
@@ -156,23 +157,24 @@ class DenseGPT(nn.Module):
         logits = self.head(self.norm(self.blocks(h)))
         return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
-
+# %% ../../chapters/12b_rivals.ipynb #91ad395f
 def equal_gpt(config: ModelConfig) -> DenseGPT:
-    """A dense GPT as wide and deep as `config`, with as many parameters as work on a token there."""
+    """A dense GPT, wide and deep as `config`, with as many parameters as work on a token there."""
     width, layers = config.hidden_size, config.num_hidden_layers
     active = count_parameters(config).active - 2 * config.vocab_size * width
-    inner = round((active / layers - 4 * width**2) / (2 * width) / 8) * 8
+    attention, vectors = 4 * width**2, 9 * width  # biases and norms
+    inner = round((active / layers - attention - vectors) / (2 * width + 1) / 8) * 8
     return DenseGPT(config.vocab_size, width, layers, config.num_attention_heads, inner)
 
 
 def gpt_flops(model: DenseGPT, workload: Workload) -> float:
     """Operations of a step of the dense GPT, counted as `training_flops` counts."""
     width, layers = model.head.in_features, len(model.blocks)
-    weights = sum(p.numel() for m in model.modules() if isinstance(m, nn.Linear) for p in [m.weight])
+    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
     looking = 2 * layers * 2 * width * workload.seq_len / 2
     return 3 * workload.tokens * (2 * weights + looking)
 
-# %% ../../chapters/12b_rivals.ipynb #066df089
+# %% ../../chapters/12b_rivals.ipynb #4aff2ace
 NEW_TOKENS = 17  # the first comes with the prompt and is not timed
 
 
@@ -184,14 +186,11 @@ def our_decoding(config: ModelConfig, prompts: Tensor) -> Timed:
     def run() -> float:
         tokens = generate_rows(model, rows, NEW_TOKENS, Sampling(temperature=0))
         next(tokens)
-        start = time.perf_counter()
-        for _ in tokens:
-            pass
-        return time.perf_counter() - start
+        return timed(lambda: deque(tokens, maxlen=0))()  # draw them all
 
     return run
 
-
+# %% ../../chapters/12b_rivals.ipynb #c31fd0e0
 class Stopwatch:
     """A streamer for transformers' generate that notes when the prompt and each token come."""
 
@@ -205,7 +204,7 @@ class Stopwatch:
     def end(self) -> None:
         """Nothing is left to do."""
 
-
+# %% ../../chapters/12b_rivals.ipynb #d2fd4cf9
 def reference_decoding(config: ModelConfig, prompts: Tensor) -> Callable[[str, str], Timed]:
     """The same of transformers' generate with its cache, for each attention and expert setting.
 
@@ -231,3 +230,19 @@ def reference_decoding(config: ModelConfig, prompts: Tensor) -> Callable[[str, s
         return watch.times[-1] - watch.times[1]
 
     return lambda attention, experts: lambda: run(attention, experts)
+
+# %% ../../chapters/12b_rivals.ipynb #35d7a856
+def head_losses() -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """Ways from states (B, T, D), head (V, D) and targets (B, T) to the mean cross-entropy ()."""
+
+    def torchs(options: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        return lambda h, w, y: F.linear_cross_entropy(
+            h.flatten(0, 1), w, y.flatten(), options=options
+        )
+
+    return {
+        "ours": linear_cross_entropy,
+        "all logits": lambda h, w, y: F.cross_entropy((h @ w.T).flatten(0, 1), y.flatten()),
+        "torch": torchs(None),
+        "torch in chunks": torchs(nn.LinearCrossEntropyOptions()),
+    }
