@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mdsd.config import PRESETS, ConfigError, ModelConfig, YarnConfig
+from mdsd.model.decode import Reader
 from mdsd.model.generate import (
     Sampling,
     continue_stories,
@@ -79,13 +80,13 @@ def test_the_cache_changes_nothing(changes, seed, length, sampling):
 
 
 def test_the_cache_reads_each_token_once(monkeypatch):
-    model, lengths, forward = model_of(), [], MiniDeepSeek.forward
+    model, lengths, read = model_of(), [], Reader.__call__
 
-    def counting(self, tokens, *args, **kwargs):
+    def counting(self, tokens, latents):
         lengths.append(tokens.shape[1])
-        return forward(self, tokens, *args, **kwargs)
+        return read(self, tokens, latents)
 
-    monkeypatch.setattr(MiniDeepSeek, "forward", counting)
+    monkeypatch.setattr(Reader, "__call__", counting)
     for use_cache in (True, False):
         list(generate(model, ids(5), 4, GREEDY, use_cache=use_cache))
     assert lengths == [5, 1, 1, 1, 5, 6, 7, 8]

@@ -28,6 +28,7 @@ from mdsd.model.mla import (
     causal_mask,
     multiplications,
     split_heads,
+    times_heads,
 )
 from mdsd.model.rope import rotation
 
@@ -290,6 +291,28 @@ def test_latents_are_attended_to_as_keys_and_values_of_every_head(heads, new, ca
     for known in (None, padding):
         expected = attend(query, copies, copies, 0.7, known)
         torch.testing.assert_close(attend_latents(query, latents, 0.7, known), expected, **exactly)
+
+
+@settings(max_examples=30, deadline=None)
+@given(*[st.integers(0, 4)] * 2, *[st.integers(1, 4)] * 3)
+def test_each_head_is_multiplied_by_its_own_matrix(batch, new, heads, width, out):
+    x = torch.randn(batch, new, heads, width).transpose(1, 2)
+    weight = torch.randn(heads, width, out)
+    expected = torch.stack([x[:, head] @ weight[head] for head in range(heads)], 1)
+    torch.testing.assert_close(times_heads(x, weight), expected)
+
+
+@torch.inference_mode()
+def test_a_single_query_makes_no_mask(monkeypatch):
+    def refuse(*_: object) -> Tensor:
+        raise AssertionError("no mask is needed")
+
+    config = CONFIGS["query latent"]
+    attention, h = build(config), inputs(config)
+    expected = whole(attention, h)
+    monkeypatch.setattr(mla, "causal_mask", refuse)
+    pieces = in_chunks(attention, h, [LENGTH - 2, 1, 1])
+    torch.testing.assert_close(pieces, expected, atol=1e-4, rtol=1e-3)
 
 
 class Largest(TorchDispatchMode):

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..config import ConfigError
+from .decode import Reader
 from .loss import cross_entropy
 from .mla import LatentCache
 from .mtp import IGNORED
@@ -124,20 +125,21 @@ def generate_rows(
     generator = torch.Generator().manual_seed(sampling.seed)
     text, padding = (part.to(model.embed_tokens.weight.device) for part in left_pad(prompts))
     hidden = padding if bool(padding.any()) else None  # without padding no mask is needed
-    cache, unread, done = LatentCache(hidden), text, torch.zeros_like(padding, dtype=torch.bool)
+    read, cache, unread = Reader(model), LatentCache(hidden), text
+    done = torch.zeros_like(padding, dtype=torch.bool)
     room = model.config.max_position_embeddings - text.shape[1] + 1
     for _ in range(min(max_new_tokens, room)):
-        token = next_token(model(unread, cache=cache)[:, -1], sampling, generator)
+        token = next_token(read(unread, cache), sampling, generator)
         if stop_id is not None:
             token = token.masked_fill(done, stop_id)
             done |= token == stop_id
         yield token
-        if bool(done.all()):
+        if stop_id is not None and bool(done.all()):
             return
         unread = token[:, None]
-        text = torch.cat([text, unread], dim=1)
         if not use_cache:
-            cache, unread = LatentCache(hidden), text
+            unread = text = torch.cat([text, unread], dim=1)
+            cache = LatentCache(hidden)
 
 # %% ../../chapters/09_generation.ipynb #b414b81e
 def generate(
