@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +15,23 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from mdsd.config import MdsdError, from_dict, preset
-from mdsd.training.checkpoint import CheckpointError, checkpoints, load_run, save_checkpoint
+from mdsd.training.checkpoint import CheckpointError, checkpoints, load_run
 from mdsd.training.data import PrepareConfig, TokenData, batch, prepare
-from mdsd.training.logs import progress_text, read_log
+from mdsd.training.logs import LogError, progress_text, read_log
 from mdsd.training.loop import Interrupted, TrainingError, train
 from mdsd.training.pictures import draw_losses
-from mdsd.training.step import StepReport, TrainConfig, backward, learning_rate, train_step, update
+from mdsd.training.step import (
+    StepReport,
+    TrainConfig,
+    backward,
+    initial_state,
+    learning_rate,
+    train_step,
+    update,
+)
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "q_lora_rank": 16, "kv_lora_rank": 16}
 CLOCKS = ("tokens_per_second", "mfu")
@@ -306,15 +315,173 @@ def test_another_step_function_takes_the_middle(config, model):
         torch.testing.assert_close(weights(config.out)[name], value, atol=1e-3, rtol=1e-3)
 
 
-def test_a_loss_that_is_no_number_is_skipped_and_several_stop(config, model):
-    def broken(state, config, x, y):
-        losses = backward(state, config, x, y)
-        if state.step >= 4:
-            losses = losses._replace(main=torch.tensor(torch.nan))
-        return StepReport(losses, update(state, config, losses))
+def breaking(at: int, fault, mend: int | None = None):
+    """A step function that breaks the model before the step of that number (1 first)."""
 
-    with pytest.raises(TrainingError, match="5 steps in a row"):
-        train(config, model, step=broken)
+    def step(state, config, x, y):
+        if state.step + 1 == at:
+            fault(state.model)
+        if state.step + 1 == mend:
+            state.model.norm.weight._backward_hooks = None
+        return train_step(state, config, x, y)
+
+    return step
+
+
+def spoil(name: str, row=...):
+    def fault(model):
+        model.get_parameter(name).data[row] = torch.nan
+
+    return fault
+
+
+def lose_gradient(model):
+    model.norm.weight.register_hook(lambda gradient: gradient * torch.nan)
+
+
+FAULTS = {
+    "attention": (spoil("layers.1.self_attn.kv_b_proj.weight", 3), "layers.1.self_attn.kv_b_proj"),
+    "gain": (spoil("layers.0.input_layernorm.weight", 3), "layers.0.input_layernorm"),
+    "all experts": (spoil("layers.1.mlp.experts.down_proj"), "layers.1.mlp.experts.down_proj[0]"),
+    "gate": (spoil("layers.1.mlp.gate.weight", 0), "layers.1.mlp.gate"),
+    "MTP": (spoil("mtp.0.eh_proj.weight", 0), "mtp.0.eh_proj"),
+    "embedding": (spoil("embed_tokens.weight"), "embed_tokens"),
+    "head": (spoil("lm_head.weight", 0), "lm_head.weight"),
+    "gradient": (lose_gradient, "began in the gradient of norm.weight."),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_broken_steps_end_with_the_layer_and_the_last_good_checkpoint(fault, config, model):
+    break_it, place = FAULTS[fault]
+    config = replace(config, steps=30, eval_every=50, save_every=5)
+    with pytest.raises(TrainingError) as stop:
+        train(config, model, step=breaking(6, break_it))
+    message = str(stop.value)
+    assert message.startswith("5 steps in a row, the last of them 10,")
+    assert "\n" not in message
+    assert place in message
+    assert [c.step for c in checkpoints(config.out)] == [5]
+    assert str(checkpoints(config.out)[-1].path) in message
+    assert all(value.isfinite().all() for value in weights(config.out).values())
+
+
+def test_five_broken_steps_in_a_row_end_a_run_that_never_saved(config, model):
+    config = replace(config, steps=30, eval_every=50, save_every=50)
+    with pytest.raises(
+        TrainingError, match="5 steps in a row, the last of them 5.*began in"
+    ) as stop:
+        train(config, model, step=breaking(1, spoil("embed_tokens.weight")))
+    assert "No checkpoint was saved before" in str(stop.value)
+
+
+def test_an_expert_that_few_tokens_visit_is_never_saved(config, model):
+    """Too few tokens for five skipped steps in a row: the weights are looked at when saved."""
+    fault = spoil("layers.1.mlp.experts.gate_up_proj", (2, 0))
+    with pytest.raises(TrainingError, match=r"layers\.1\.mlp\.experts\.gate_up_proj\[2\]"):
+        train(replace(config, batch_size=1, seq_len=2), model, step=breaking(2, fault))
+    assert not checkpoints(config.out)
+
+
+def test_a_few_lost_steps_are_skipped_logged_and_survived(config, model):
+    state = train(config, model, step=breaking(3, lose_gradient, mend=6))
+    assert (state.step, state.skipped, state.skipped_in_a_row) == (10, 3, 0)
+    log = [line for line in read_log(config.out / "log.jsonl") if line["split"] == "train"]
+    assert [line["skipped"] for line in log] == [0, 0, 1, 2, 3, 3, 3, 3, 3, 3]
+    assert [line["grad_norm"] is None for line in log] == [False] * 2 + [True] * 3 + [False] * 5
+
+
+def test_float16_stops_when_its_scale_has_fallen_below_one(config, model):
+    config = replace(config, steps=30, eval_every=50, save_every=50, dtype="float16")
+    with pytest.raises(TrainingError, match="17 steps in a row"):  # 2^16, halved to 1/2
+        train(config, model, step=breaking(1, lose_gradient))
+
+
+def test_the_validation_line_has_acceptance_and_the_average(config, model):
+    """The average, here: the weights with the head turned around, so that its loss is another."""
+
+    class Average:
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, averages):
+            pass
+
+        @contextmanager
+        def applied(self, model):
+            model.lm_head.weight.data.neg_()
+            yield
+            model.lm_head.weight.data.neg_()
+
+    def averaged(config, model_config):
+        state = initial_state(config, model_config)
+        state.ema = Average()
+        return state
+
+    train(config, model, state=averaged)
+    plain = replace(config, out=config.out.with_name("plain"))
+    train(plain, model)
+    for line, other in zip(log_losses(config.out), log_losses(plain.out), strict=True):
+        if line["split"] == "val":
+            assert line.pop("ema") > line["main"]
+            assert len(line["acceptance"]) == 1
+        assert line == other
+
+
+def test_the_log_of_a_run_has_all_its_entries(config, model):
+    train(replace(config, tensorboard=True), model)
+    for line in read_log(config.out / "log.jsonl"):
+        more = {"acceptance"}
+        if line["split"] == "train":
+            more = {"grad_norm", "learning_rate", "skipped", "tokens_per_second", "mfu"}
+        assert line.keys() == {"split", "step", "main", "mtp", "balance", "max_violation"} | more
+        assert line["split"] == "val" or 0 < line["mfu"] < 1.5
+    assert list((config.out / "tensorboard").glob("events*"))
+
+
+def test_tensorboard_that_is_missing_is_said_before_anything_is_written(config, model, monkeypatch):
+    def missing():
+        raise LogError("TensorBoard is not installed: `pip install tensorboard`")
+
+    monkeypatch.setattr("mdsd.training.loop.board_writer", missing)
+    with pytest.raises(LogError, match="pip install tensorboard"):
+        train(replace(config, tensorboard=True), model)
+    assert not config.out.exists()
+
+
+def test_a_second_signal_while_a_checkpoint_is_written(config, model, monkeypatch):
+    """The first Ctrl-C asks for a checkpoint, and the second comes while it is half written."""
+    import mdsd.training.resume as resume
+
+    usual = resume.save_file
+
+    def interrupted(tensors, path):
+        usual(tensors, path)
+        if "step-00000005" in str(path):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(resume, "save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, model, step=stop_after(5))
+    assert [c.step for c in checkpoints(config.out)] == [3, 4]
+    monkeypatch.undo()
+    train(replace(config, resume=True), model, step=noisy_step)
+    whole = replace(config, out=config.out.with_name("whole"))
+    train(whole, model, step=noisy_step)
+    assert_same_run(whole.out, config.out)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_interruption_says_which_signal_it_was(number, config, model):
+    def ask(state, config, x, y):
+        if state.step == 3:
+            signal.raise_signal(number)
+        return train_step(state, config, x, y)
+
+    with pytest.raises(Interrupted, match="after step 4 of 10") as stop:
+        train(config, model, step=ask)
+    assert stop.value.signal == number
+    assert checkpoints(config.out)[-1].step == 4
 
 
 def test_a_folder_with_a_run_is_refused_and_left_alone(config, model):
@@ -396,39 +563,3 @@ def test_a_run_that_has_gone_further_than_asked(config, model):
         train(replace(config, steps=2, resume=True), model)
     assert (config.out / "config.json").read_text(encoding="utf-8") == before
     assert train(replace(config, steps=3, resume=True), model).step == 3
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "training.pt", "state.json"])
-def test_a_damaged_checkpoint_is_named(config, model, name):
-    train(config, model)
-    last = checkpoints(config.out)[-1].path
-    (last / name).write_bytes((last / name).read_bytes()[:20])
-    with pytest.raises(CheckpointError, match=last.name):
-        train(replace(config, resume=True, steps=20), model)
-
-
-def test_nothing_is_unpickled(config, model):
-    class Evil:
-        def __reduce__(self):
-            return (os.mkdir, (str(config.out / "owned"),))
-
-    train(config, model)
-    torch.save(Evil(), checkpoints(config.out)[-1].path / "training.pt")
-    with pytest.raises(CheckpointError, match=r"training\.pt"):
-        train(replace(config, resume=True, steps=20), model)
-    assert not (config.out / "owned").exists()
-
-
-def test_no_run_no_checkpoint_other_weights(config, model, tmp_path):
-    with pytest.raises(CheckpointError, match="no run folder"):
-        load_run(tmp_path)
-    state = train(config, model)
-    path = save_checkpoint(state, tmp_path / "alone", None)
-    assert [c.validation_loss for c in checkpoints(tmp_path / "alone")] == [None]
-    with pytest.raises(CheckpointError, match="cannot write"):
-        save_checkpoint(state, tmp_path / "alone", None)  # never over an older one
-    assert path.is_dir()
-    for checkpoint in checkpoints(config.out):
-        save_file({"wrong": torch.zeros(1)}, checkpoint.path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="cannot read the weights"):
-        load_run(config.out)

@@ -1,7 +1,7 @@
 """One optimizer step: learning rate, parameter groups, devices, losses, clipping, balance."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from mdsd.config import ConfigError, preset
 from mdsd.model.transformer import MiniDeepSeek
 from mdsd.training.step import (
+    StepReport,
     TrainConfig,
     TrainingError,
     backward,
@@ -59,6 +60,35 @@ def sample(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def test_impossible_settings_are_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=name):
         settings(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("steps", 10.0, "a whole number"),
+        ("steps", "10", "a whole number"),
+        ("batch_size", True, "a whole number"),
+        ("learning_rate", "fast", "a number"),
+        ("grad_clip", None, "a number"),
+        ("mtp_weight", False, "a number"),
+        ("resume", 1, "True or False"),
+        ("tensorboard", "yes", "True or False"),
+        ("device", 0, "a text"),
+        ("data", "data", "a Path"),
+        ("dtype", "float8", "one of auto, float32, bfloat16, float16"),
+    ],
+)
+def test_values_of_another_type_are_refused_by_name(name, value, kind):
+    with pytest.raises(ConfigError, match=f"^{name} is {value!r}; it must be {kind}$"):
+        settings(**{name: value})
+
+
+def test_every_setting_has_a_type_that_is_checked():
+    """Also those that a later chapter adds: no type is unknown, and none lets anything pass."""
+    for name in (field.name for field in fields(TrainConfig)):
+        with pytest.raises(ConfigError, match=f"^{name} is "):
+            settings(**{name: ["nothing", "like", "it"]})
+    assert settings(learning_rate=1).learning_rate == 1  # a whole number is a number
 
 
 def test_learning_rate_rises_then_falls_to_a_tenth():
@@ -197,6 +227,64 @@ def test_update_leaves_no_gradient():
     losses.main.backward()
     update(state, config, losses)
     assert all(p.grad is None for p in state.model.parameters())
+
+
+def everything(state) -> dict[str, torch.Tensor]:
+    """A copy of all that a step may move: weights, biases, the optimizer's means and counters."""
+    found = {name: value.clone() for name, value in state.model.state_dict().items()}
+    for index, moments in state.optimizer.state_dict()["state"].items():
+        found |= {f"{index} {name}": value.clone() for name, value in moments.items()}
+    return found
+
+
+def lost_gradient(state, config, x, y):
+    state.model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
+    return train_step(state, config, x, y)
+
+
+def lost_loss(part):
+    def step(state, config, x, y):
+        losses = backward(state, config, x, y)
+        losses = losses._replace(**{part: getattr(losses, part) * math.nan})
+        return StepReport(losses, update(state, config, losses))
+
+    return step
+
+
+@pytest.mark.parametrize(
+    "step", [lost_gradient, lost_loss("main"), lost_loss("mtp"), lost_loss("balance")]
+)
+def test_a_step_that_is_not_finite_moves_nothing_and_is_counted(step):
+    config = settings(bias_speed=0.25)
+    state = initial_state(config, SMALL)
+    train_step(state, config, *sample())
+    before = everything(state)
+    for number in (1, 2):
+        step(state, config, *sample(number))
+        assert (state.skipped, state.skipped_in_a_row) == (number, number)
+    after = everything(state)
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert all(p.grad is None for p in state.model.parameters())
+    state.model.norm.weight._backward_hooks = None
+    train_step(state, config, *sample())
+    assert (state.skipped, state.skipped_in_a_row) == (2, 0)
+    assert not torch.equal(state.model.norm.weight, before["norm.weight"])
+
+
+def test_float16_skips_while_its_scale_is_too_high():
+    config = settings(dtype="float16")
+    state = initial_state(config, SMALL)
+    state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+    before = everything(state)
+    report = train_step(state, config, *sample())
+    assert not report.grad_norm.isfinite()
+    assert all(torch.equal(value, before[name]) for name, value in everything(state).items())
+    assert (state.skipped, state.scaler.get_scale()) == (1, 2.0**39)
+    while state.skipped_in_a_row:
+        train_step(state, config, *sample())
+    assert 1 < state.skipped < 40
+    assert not torch.equal(state.model.lm_head.weight, before["lm_head.weight"])
 
 
 def test_evaluation_changes_nothing_and_ignores_the_seed():

@@ -261,10 +261,13 @@ def find_origin(
     step(state, config, x, y)
     watch.close()
     if watch.output is not None:
-        place = watch.output or "the loss"
-        weight = broken_tensor(state.model.get_submodule(watch.output))
-        path = ".".join(filter(None, (watch.output, weight)))
-        return f"{place}" + (f", whose weight {path} is not finite" if weight else "'s output")
-    if watch.gradient is not None:
-        return f"the gradient of {watch.gradient}"
-    return "no layer: outputs and gradients are finite, but not what the step reports"
+        place = f"the output of {watch.output}" if watch.output else "the loss"
+    elif watch.gradient is not None:
+        place = f"the gradient of {watch.gradient}"
+    else:
+        return "no layer: outputs and gradients are finite, but not what the step reports"
+    inside = watch.output or ""  # a sigmoid hides an infinite weight until the way back
+    if weight := broken_tensor(state.model.get_submodule(inside)):
+        weight = ".".join(filter(None, (inside, weight)))
+        return f"{place}: the weight {weight} is not finite"
+    return place
