@@ -23,7 +23,7 @@ help:
 	@echo "make book         build the book: book/_build/html/index.html"
 	@echo "make test         run the tests and every chapter, comparing the chapters' outputs"
 	@echo "make check        lint, check types, compare the package with its notebooks"
-	@echo "make bench        measure speed (data preparation, training, generation) and the loss in FP8"
+	@echo "make bench        measure speed and memory beside transformers and a dense GPT: bench.json"
 	@echo "make clean        remove what was built (.venv, data sets and trained models stay)"
 	@echo
 	@echo "PYTHON=python3.12 chooses the interpreter, VENV=folder the environment, JOBS=n the test processes."
@@ -63,8 +63,8 @@ check: $(DEVELOPER)
 	$(PY) -m mypy
 	$(PY) -m pytest -q tests/test_chapters.py
 
-bench: $(READER)
-	@for script in tests/benchmarks/*.py; do $(PY) $$script || exit 1; done
+bench: $(DEVELOPER)
+	$(PY) -m mdsd bench --out bench.json
 
 hooks: $(DEVELOPER)
 	$(PY) -m pre_commit install
