@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mdsd import cli
 from mdsd.cli import (
     EvaluateConfig,
     ExportConfig,
@@ -19,13 +21,14 @@ from mdsd.cli import (
     SampleConfig,
     main,
     preset_in,
+    resuming,
 )
 from mdsd.config import PRESETS, ConfigError, ModelConfig
 from mdsd.model.generate import Sampling
 from mdsd.training.checkpoint import checkpoints, load_run
 from mdsd.training.data import PrepareConfig, TokenData
 from mdsd.training.logs import read_log
-from mdsd.training.step import TrainConfig
+from mdsd.training.step import TrainConfig, train_step
 from mdsd.training.tokenizer import gpt2_tokenizer
 
 SHAPES = (
@@ -339,6 +342,7 @@ def test_ctrl_c_outside_training_ends_quietly(run, ask, monkeypatch):
 # --- as a program -------------------------------------------------------------------------------
 
 PROGRAM = [sys.executable, "-m", "mdsd"]
+posix = pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT for another process")
 
 
 def test_python_m_mdsd_is_the_program(run):
@@ -355,7 +359,117 @@ def test_python_m_mdsd_is_the_program(run):
     assert refused.stderr.startswith(b"mdsd: none is no run folder")
 
 
-@pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT for another process")
+START = """
+import os, signal, threading, time
+def press():
+    time.sleep({delay})
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=press, daemon=True).start()
+import sys
+sys.argv = ["mdsd", "train", "--data", "nowhere", "--out", "nowhere"]
+sys.orig_argv = ["python", "-m", "mdsd", *sys.argv[1:]]
+import mdsd
+time.sleep(5)
+"""
+
+
+@posix
+@pytest.mark.parametrize("delay", [0.05, 0.4])
+def test_ctrl_c_while_the_program_starts_shows_no_traceback(delay):
+    """torch takes a second to load, in which Python itself would answer with a traceback."""
+    told = subprocess.run(
+        [sys.executable, "-c", START.format(delay=delay)], capture_output=True, timeout=60
+    )
+    assert told.returncode == -signal.SIGINT
+    assert told.stderr == b""
+
+
+def test_a_library_that_is_imported_leaves_ctrl_c_alone():
+    code = "import signal, mdsd; assert signal.getsignal(2) is signal.default_int_handler"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def pressing(monkeypatch, number: signal.Signals) -> None:
+    """Let the signal come in the third step of the next training."""
+
+    def step(state, *rest):
+        if state.step == 2:
+            signal.raise_signal(number)
+        return train_step(state, *rest)
+
+    usual = cli.train
+    monkeypatch.setattr(cli, "train", lambda *given, **more: usual(*given, **more | {"step": step}))
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stopped_training_says_the_command_that_goes_on(
+    data, tmp_path, ask, monkeypatch, number, status
+):
+    monkeypatch.setattr(sys, "argv", ["mdsd"])
+    with monkeypatch.context() as stopping:
+        pressing(stopping, number)
+        told = ask(*training(data, tmp_path / "a run", 9))
+    assert told[0] == status
+    command = told[2].splitlines()[-1]
+    if os.name == "posix":
+        words = shlex.split(command)
+        assert words[0] == "mdsd"
+        assert ask(*words[1:])[0] == 0
+    assert checkpoints(tmp_path / "a run")[-1].step == 9
+
+
+def test_the_command_that_goes_on_is_said_once_and_runs_as_it_was_begun(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/lib/mdsd/__main__.py"])
+    for given in (["--steps", "9"], ["--resume", "--steps", "9"], ["--no-resume", "--steps", "9"]):
+        assert resuming(["train", *given]) == "python -m mdsd train --steps 9 --resume"
+
+
+def test_a_damaged_checkpoint_is_a_line_and_not_a_place_in_the_code(data, tmp_path, ask):
+    out = tmp_path / "run"
+    save = ["--save-every", "1"]
+    assert ask(*training(data, out, 3, *save))[0] == 0
+    (checkpoints(out)[-1].path / "training.pt").write_bytes(b"damaged")
+    status, _, remarks = ask(*training(data, out, 3, *save, "--resume"))
+    assert status == 0
+    notes = [line for line in remarks.splitlines() if line.startswith("Note: ")]
+    assert len(notes) == 1
+    assert "step-00000003 is damaged" in notes[0]
+    assert "Warning" not in remarks
+
+
+# --- plot ---------------------------------------------------------------------------------------
+
+
+def test_plot_explains_itself(capsys, monkeypatch):
+    text = help_text(capsys, monkeypatch, "plot")
+    assert "mdsd plot runs/tiny runs/other --out runs.png" in text
+    assert "Folders that" in text
+
+
+def test_plot_draws_one_run_or_several(run, ask, tmp_path):
+    for number in (1, 2, 5):
+        out = tmp_path / f"pictures/{number}.png"
+        status, story, remarks = ask("plot", *[run] * number, "--out", out)
+        assert (status, story) == (0, "")
+        assert str(out) in remarks
+        assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_cannot_be_drawn(run, ask, tmp_path):
+    empty, damaged = tmp_path / "empty", tmp_path / "damaged"
+    for folder, text in ((empty, ""), (damaged, '{"step": 1}\n{"st\n{"step": 3}\n')):
+        folder.mkdir()
+        (folder / "log.jsonl").write_text(text, encoding="utf-8")
+    before = sorted(tmp_path.rglob("*"))
+    assert "no run to draw" in explained(*ask("plot"))
+    assert "holds no log.jsonl" in explained(*ask("plot", run, tmp_path / "nowhere"))
+    assert "no whole line yet" in explained(*ask("plot", run, empty))
+    assert "damaged in line 2" in explained(*ask("plot", damaged))
+    assert ".png" in explained(*ask("plot", run, "--out", tmp_path / "runs.mp3"))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@posix
 def test_ctrl_c_during_training_saves_and_resume_finishes(data, tmp_path, ask):
     out = tmp_path / "run"
     program = subprocess.Popen(
@@ -367,13 +481,14 @@ def test_ctrl_c_during_training_saves_and_resume_finishes(data, tmp_path, ask):
         time.sleep(0.05)
     program.send_signal(signal.SIGINT)
     story, remarks = program.communicate(timeout=60)
-    assert (program.returncode, story) == (1, "")
+    assert (program.returncode, story) == (130, "")
     assert "Traceback" not in remarks
-    last = remarks.splitlines()[-1]
-    assert last.startswith("mdsd: stopped after step ")
-    assert "--resume" in last
+    told, command = remarks.splitlines()[-2:]
     step = checkpoints(out)[-1].step
-    assert f"after step {step} of" in last
+    assert told.startswith(f"mdsd: stopped after step {step} of")
+    assert command.strip() == shlex.join(
+        ["python", "-m", "mdsd", *training(data, out, 100_000), "--resume"]
+    )
     assert ask(*training(data, out, step + 3, "--resume"))[0] == 0
     steps = [line["step"] for line in read_log(out / "log.jsonl") if line["split"] == "train"]
     assert steps == list(range(1, step + 4))

@@ -369,7 +369,7 @@ def test_broken_steps_end_with_the_layer_and_the_last_good_checkpoint(fault, con
 def test_five_broken_steps_in_a_row_end_a_run_that_never_saved(config, model):
     config = replace(config, steps=30, eval_every=50, save_every=50)
     with pytest.raises(
-        TrainingError, match="5 steps in a row, the last of them 5.*began in"
+        TrainingError, match=r"5 steps in a row, the last of them 5,.*began in"
     ) as stop:
         train(config, model, step=breaking(1, spoil("embed_tokens.weight")))
     assert "No checkpoint was saved before" in str(stop.value)
