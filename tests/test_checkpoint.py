@@ -41,7 +41,7 @@ from mdsd.training.checkpoint import (
 )
 from mdsd.training.data import PrepareConfig, TokenData, batch, prepare
 from mdsd.training.files import (
-    check_whole,
+    check_sums,
     random_states,
     read_seal,
     remove,
@@ -518,7 +518,7 @@ def test_any_failing_write_leaves_the_older_checkpoints_whole(config, model, nam
         for path, content in before.items():
             assert path.read_bytes() == content
         for checkpoint in checkpoints(run):
-            check_whole(checkpoint.path)
+            check_sums(checkpoint.path)
         if fault.calls < turn:
             break
     assert failures == turn - 1 > 10
@@ -544,7 +544,7 @@ def test_a_failing_write_while_training_is_one_clear_line(config, model, monkeyp
         train(config, model)
     assert "\n" not in str(caught.value)
     assert [c.step for c in checkpoints(config.out)] == [5]
-    check_whole(checkpoints(config.out)[0].path)
+    check_sums(checkpoints(config.out)[0].path)
     assert train(replace(config, resume=True), model).step == 10
 
 
@@ -561,7 +561,7 @@ def test_a_kill_at_any_operation_leaves_old_or_new(config, model):
                 save_checkpoint(state, run, None)
         assert checkpoints(run)[0].step == 0
         for checkpoint in checkpoints(run):
-            check_whole(checkpoint.path)
+            check_sums(checkpoint.path)
         if fault.calls < turn:
             break
     assert turn > 10

@@ -19,7 +19,7 @@ from .data import TokenData
 from mdsd.training.files import (
     CheckpointError,
     CheckpointWarning,
-    check_whole,
+    check_sums,
     remove,
     why_not,
     write_text,
@@ -51,7 +51,7 @@ def best_checkpoint(found: list[Checkpoint]) -> Checkpoint | None:
 def is_whole(checkpoint: Checkpoint, *names: str) -> bool:
     """Whether its files (all, or those of these names) are as they were written; warns if not."""
     try:
-        check_whole(checkpoint.path, *names)
+        check_sums(checkpoint.path, *names)
     except CheckpointError as error:
         warnings.warn(CheckpointWarning(f"{error}; another one is used"), stacklevel=2)
         return False

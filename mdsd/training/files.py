@@ -24,7 +24,7 @@ from ..config import MdsdError
 
 # %% auto #0
 __all__ = ['CheckpointError', 'CheckpointWarning', 'sync', 'write_text', 'why_not', 'whole_folder', 'remove', 'sha256_of',
-           'sha256_of_values', 'seal', 'read_seal', 'check_whole', 'random_states', 'set_random_states']
+           'sha256_of_values', 'seal', 'read_seal', 'check_sums', 'random_states', 'set_random_states']
 
 # %% ../../chapters/08b_atomic_files.ipynb #61925163
 class CheckpointError(MdsdError):
@@ -139,7 +139,7 @@ def read_seal(folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return values, sums
 
 
-def check_whole(folder: Path, *names: str) -> None:
+def check_sums(folder: Path, *names: str) -> None:
     """Raise a `CheckpointError` that names the file which is missing or not as it was written.
 
     Only the files of these names are read, or all of them if none is given.

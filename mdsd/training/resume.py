@@ -17,7 +17,7 @@ from ..model.transformer import MiniDeepSeek
 from mdsd.training.files import (
     CheckpointError,
     CheckpointWarning,
-    check_whole,
+    check_sums,
     random_states,
     read_seal,
     seal,
@@ -81,7 +81,7 @@ def read_tensors(checkpoint: Checkpoint, name: str) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: the file is missing or damaged.
     """
-    check_whole(checkpoint.path, name)
+    check_sums(checkpoint.path, name)
     try:
         return load_file(checkpoint.path / name)
     except (OSError, SafetensorError) as error:
@@ -121,14 +121,14 @@ def load_optimizer(optimizer: torch.optim.AdamW, saved: dict[str, Any]) -> None:
     for group, decay in zip(optimizer.param_groups, asked, strict=True):
         group["weight_decay"] = decay
 
-
+# %% ../../chapters/08b_bit_for_bit.ipynb #040bbe93
 def restore(state: TrainState, checkpoint: Checkpoint) -> None:
     """Bring `state` and the random generators to where `checkpoint` left them.
 
     Raises:
         CheckpointError: a file is missing, damaged or of another model; `state` may be half old.
     """
-    check_whole(checkpoint.path)
+    check_sums(checkpoint.path)
     load_model(state.model, checkpoint)
     path = checkpoint.path / "training.pt"
     try:
