@@ -8,10 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,7 +20,6 @@ from mdsd.model import mla
 from mdsd.model.mla import (
     LatentCache,
     MultiHeadLatentAttention,
-    RMSNorm,
     absorbing_pays,
     attend,
     attend_latents,
@@ -533,16 +531,6 @@ def test_attend_takes_values_of_any_width(width):
         ~causal_mask(2, 7, torch.device("cpu")), -torch.inf
     )
     torch.testing.assert_close(attend(query, keys, values, 0.7), scores.softmax(-1) @ values)
-
-
-def test_rms_norm_is_torchs_in_float32():
-    x, norm = torch.randn(3, 16), RMSNorm(16, eps=1e-6)
-    nn.init.uniform_(norm.weight, 0.5, 1.5)
-    expected = F.rms_norm(x, (16,), norm.weight, 1e-6)
-    assert torch.equal(norm(x), expected)
-    half = norm(x.bfloat16())
-    assert half.dtype == torch.bfloat16
-    assert torch.equal(half, F.rms_norm(x.bfloat16().float(), (16,), norm.weight, 1e-6).bfloat16())
 
 
 # Low precision and other devices.

@@ -80,7 +80,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         """Scale what the forward pass prepared by the gradient () of the sum."""
         grad_h, grad_weight = ctx.saved_tensors
         return (

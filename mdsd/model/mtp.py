@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..config import ModelConfig
-from .mla import LatentCache, RMSNorm
+from .mla import LatentCache
 from .moe import RouterStats
+from .norm import RMSNorm
 
 # %% ../../chapters/06_mtp.ipynb #b64b5c4e
 IGNORED = -100  # a target without a loss, as in torch's cross-entropy

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from ..config import ConfigError, ModelConfig
 from .loss import linear_cross_entropy
-from .mla import LatentCache, MultiHeadLatentAttention, RMSNorm
+from .mla import LatentCache, MultiHeadLatentAttention
 from .moe import Gate, MixtureOfExperts, RouterStats, SwiGLU, bias_step
 from .mtp import MTPModule
+from .norm import RMSNorm
 from .rope import rotation
 
 # %% ../../chapters/07_transformer.ipynb #7acc92f6
