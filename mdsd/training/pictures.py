@@ -46,7 +46,9 @@ def depths_of(log: list[dict[str, Any]]) -> int:
 
 # %% ../../chapters/08c_pictures.ipynb #ea5b5a26
 def logarithmic(axes: Axes) -> None:
-    """Make the values' axis logarithmic, with numbers that can be read at 1, 2 and 5."""
+    """Make the values' axis logarithmic, with numbers at 1, 2 and 5, if a value is positive."""
+    if not any((np.asarray(line.get_ydata(), float) > 0).any() for line in axes.lines):
+        return
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
@@ -123,11 +125,11 @@ def draw_panel(axes: Axes, panel: Panel, logs: list[list[dict[str, Any]]]) -> No
     axes.grid(alpha=0.25)
     if not axes.lines:
         axes.text(0.5, 0.5, "not in these logs", ha="center", transform=axes.transAxes)
-        axes.set(xticks=[], yticks=[])
+        axes.set_yticks([])
     elif panel.log:
         logarithmic(axes)
     else:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, max(axes.get_ylim()[1], 1.0 if panel.name == "skipped" else 0.0))
 
 # %% ../../chapters/08c_pictures.ipynb #a7b6dc75
 def log_of(run: Path) -> list[dict[str, Any]]:
@@ -154,14 +156,16 @@ def compare_runs(runs: Sequence[Path]) -> Figure:
         raise LogError("no run to draw: give the folder of at least one")
     logs = [log_of(run) for run in runs]
     figure = Figure(figsize=(12, 10), layout="constrained")  # no window, whatever the backend
+    last = max(line["step"] for log in logs for line in log)
     for letter, axes in figure.subplot_mosaic(PLAN).items():
         draw_panel(axes, PANELS[letter], logs)
+        axes.set_xlim(0, 1.02 * last)
     names = [run.resolve().name for run in runs]
     if len(set(names)) < len(names):  # same name in different folders
         names = [str(run) for run in runs]
     colors = zip(names, cycle(PALETTE), strict=False)
     keys = [Line2D([], [], color=color, label=name) for name, color in colors]
-    figure.legend(handles=keys, loc="outside upper left", ncols=4, frameon=False)
+    figure.legend(handles=keys, loc="outside upper left", ncols=6, frameon=False)
     return figure
 
 # %% ../../chapters/08c_pictures.ipynb #328d130e
