@@ -335,11 +335,11 @@ def test_the_dense_gpt_is_causal_and_learns_and_its_operations_are_counted():
     other[:, -1] = (other[:, -1] + 1) % 128
     hidden = torch.cat([y[:, :-1], torch.full((2, 1), -100)], dim=1)
     assert torch.equal(gpt.loss(x, hidden), gpt.loss(other, hidden))
-    before = float(gpt.loss(x, y))
+    before = gpt.loss(x, y).item()
     step = step_of(gpt, gpt.loss, WORK)
     for _ in range(10):
         step()
-    assert float(gpt.loss(x, y)) < before
+    assert gpt.loss(x, y).item() < before
     weights = sum(m.weight.numel() for m in gpt.modules() if isinstance(m, torch.nn.Linear))
     assert gpt_flops(gpt, WORK) == 32 * (6 * weights + 6 * 2 * 2 * 32 * 8)
 
@@ -425,6 +425,17 @@ def test_without_transformers_the_error_says_what_to_install_and_what_goes(
     report = run_bench(BenchConfig(only=ALONE, rounds=1, out=tmp_path / "yes.json"), TOYS)
     assert report.machine["transformers"] == "not installed"
     assert len(report.rows) > 3
+
+
+def test_what_was_measured_before_an_interruption_is_kept(monkeypatch, tmp_path: Path):
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "bench.json"
+    monkeypatch.setitem(SECTIONS, "memory", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_bench(BenchConfig(only=("data", "memory"), rounds=1, out=out), TOYS)
+    assert list(json.loads(out.read_text(encoding="utf-8"))["seconds"]) == ["data"]
 
 
 def test_wrong_options_are_named(capsys):

@@ -317,5 +317,5 @@ def run_bench(config: BenchConfig, cases: Mapping[str, Workload] = CASES) -> Rep
         bench = Bench(cases, config.rounds, Report(machine()), bar)
         for name in names:
             SECTIONS[name](bench)
-    write_report(bench.report, config.out)
+            write_report(bench.report, config.out)  # what is measured survives an interruption
     return bench.report
