@@ -22,8 +22,9 @@ from mdsd.model.decode import (
     last_logits,
 )
 from mdsd.model.fp8 import convert_to_fp8
-from mdsd.model.mla import LatentCache, RMSNorm, causal_mask
+from mdsd.model.mla import LatentCache, causal_mask
 from mdsd.model.moe import MixtureOfExperts
+from mdsd.model.norm import RMSNorm
 from mdsd.model.transformer import MiniDeepSeek
 
 CONFIG = replace(

@@ -79,7 +79,10 @@ class Gate(nn.Module):
     def forward(self, x: Tensor) -> Routing:
         """Route the tokens x (N, D); float32 throughout, whatever the model's dtype."""
         with torch.autocast(x.device.type, enabled=False):
-            affinity = F.linear(x.float(), self.weight.float()).sigmoid()
+            return self.route(F.linear(x.float(), self.weight.float()).sigmoid())
+
+    def route(self, affinity: Tensor) -> Routing:
+        """Choose and weigh experts by the sigmoid scores of all, `affinity` (N, E)."""
         experts = self.choose(affinity)
         weights = affinity.gather(-1, experts)  # the bias chooses; it does not weigh
         if self.config.norm_topk_prob:
