@@ -33,9 +33,9 @@ from mdsd.training.corpus import Level, check_story, entropy_per_token, generate
 from mdsd.training.data import TokenData
 from mdsd.training.loop import Interrupted, train
 from mdsd.training.pictures import compare_runs, save_figure
+from mdsd.training.memory import MemoryConfig, memory_state, memory_step
 from mdsd.training.portable import tokenizer_of
 from mdsd.training.prepare import PrepareConfig, prepare
-from mdsd.training.step import TrainConfig
 
 Flat = tyro.conf.arg(name="")  # a nested class whose options carry no prefix
 Model = Annotated[ModelConfig, tyro.conf.AvoidSubcommands]
@@ -86,6 +86,8 @@ class SampleConfig:
     """Stop here if the story has not ended before."""
     speculative: bool = False
     """Let the MTP modules draft and the model check; say what that saved."""
+    ema: bool = False
+    """Tell it with the averages of the weights that `mdsd train --ema-decay` kept."""
     device: str = "cpu"
     """cpu, cuda or mps."""
 
@@ -101,7 +103,7 @@ def sample_command(
     For example:
       mdsd sample --run runs/tiny --prompt "One day," --temperature 0.8 --seed 1
     """
-    model, tokenizer = load_run(config.run, config.device)
+    model, tokenizer = load_run(config.run, config.device, config.ema)
     story, tally = (model, tokenizer, config.prompt, config.max_new_tokens, sampling), Tally()
     for piece in speculate_story(*story, tally) if config.speculative else tell_story(*story):
         print(piece, end="", flush=True)
@@ -278,7 +280,7 @@ def check_size(model: ModelConfig) -> None:
 def train_command_for(default: ModelConfig) -> Callable[..., None]:
     """The train command with the numbers of `default` as the model's defaults."""
 
-    def train_command(config: Annotated[TrainConfig, Flat], model: Model = default) -> None:
+    def train_command(config: Annotated[MemoryConfig, Flat], model: Model = default) -> None:
         """Train a model on a prepared data set.
 
         For example:
@@ -289,7 +291,7 @@ def train_command_for(default: ModelConfig) -> Callable[..., None]:
         if model.vocab_size == default.vocab_size:  # none was asked for
             model = replace(model, vocab_size=TokenData(config.data).meta["vocab_size"])
         check_size(model)
-        train(config, model)
+        train(config, model, step=memory_step, state=memory_state)
         say(
             f"Trained. The loss curve is {config.out / 'loss.png'}. What to do next:",
             f'  mdsd sample --run {shown(config.out)} --prompt "One day,"',
