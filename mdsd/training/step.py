@@ -23,7 +23,7 @@ from ..model.transformer import Losses, MiniDeepSeek
 from .data import eval_batches
 
 # %% auto #0
-__all__ = ['KINDS', 'DTYPES', 'StateFunction', 'StepFunction', 'TrainingError', 'RunConfig', 'TrainConfig', 'check_types',
+__all__ = ['TYPE_WORDS', 'DTYPES', 'StateFunction', 'StepFunction', 'TrainingError', 'RunConfig', 'TrainConfig', 'check_types',
            'check_settings', 'learning_rate', 'mtp_weight', 'decay_groups', 'choose_device', 'choose_dtype',
            'WeightAverage', 'TrainState', 'initial_state', 'StepReport', 'backward', 'all_finite', 'update',
            'train_step', 'evaluate']
@@ -98,7 +98,7 @@ class TrainConfig(RunConfig):
         check_settings(self)
 
 # %% ../../chapters/08a_step.ipynb #42982527
-KINDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+TYPE_WORDS = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 
 
 def check_types(config: RunConfig) -> None:
@@ -109,7 +109,7 @@ def check_types(config: RunConfig) -> None:
         if choices := get_args(hint):  # a Literal
             fits, kind = value in choices, f"one of {', '.join(choices)}"
         else:
-            kind = KINDS.get(hint, f"a {hint.__name__}")
+            kind = TYPE_WORDS.get(hint, f"a {hint.__name__}")
             fits = isinstance(value, int | float if hint is float else hint)
             fits &= hint is bool or not isinstance(value, bool)
         if not fits:
