@@ -51,6 +51,7 @@ from mdsd.training.files import (
 )
 from mdsd.training.logs import read_log
 from mdsd.training.loop import train
+from mdsd.training.memory import MemoryConfig, memory_state, memory_step
 from mdsd.training.step import TrainConfig, initial_state, train_step
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "q_lora_rank": 16, "kv_lora_rank": 16}
@@ -230,6 +231,28 @@ def two_steps(state, config) -> list:
         noisy_step(state, config, *batch(tokens, 2, 16, config.seed, state.step))
         state.step += 1
     return [state.model.state_dict(), state.ema.state_dict()]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batches": 2},
+        {"recompute": True},
+        {"ema_decay": 0.9},
+        {"micro_batches": 2, "recompute": True, "ema_decay": 0.9, "dtype": "bfloat16"},
+    ],
+    ids=" ".join,
+)
+def test_five_and_five_steps_equal_ten_with_each_saving_of_memory(options, config, model):
+    config = MemoryConfig(**vars(config) | options)
+    whole = replace(config, out=config.out.with_name("whole"))
+    train(whole, model, memory_step, memory_state)
+    with pytest.raises(Stopped):
+        train(config, model, stopping(memory_step, 5), memory_state)
+    train(replace(config, resume=True), model, memory_step, memory_state)
+    assert equal(content(whole.out), content(config.out))
+    assert logged(whole.out) == logged(config.out)
+    assert ("ema.safetensors" in content(config.out)) == ("ema_decay" in options)
 
 
 @pytest.mark.parametrize("part", [None, "model", "optimizer", "random", "step", "average"])
