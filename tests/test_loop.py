@@ -1,12 +1,8 @@
 """The training loop and the run folder it leaves: exact resume, signals, checkpoints, errors."""
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -171,49 +167,6 @@ def test_float16_resumes_with_its_loss_scale(config, model):
         train(config, model, step=stop_after(2))
     train(replace(config, resume=True), model, step=noisy_step)
     assert_same_run(whole.out, config.out)
-
-
-SLOW_RUN = """
-import sys, time
-from mdsd.config import from_dict
-from mdsd.training.loop import train
-from mdsd.training.step import TrainConfig, train_step
-from pathlib import Path
-import json
-settings = json.loads(sys.argv[1])
-paths = {name: Path(settings.pop(name)) for name in ("data", "out")}
-def slow(state, *arguments):
-    time.sleep(0.05 if state.step < 20 else 600)  # long enough to be killed however slow we look
-    return train_step(state, *arguments)
-train(TrainConfig(**settings, **paths), from_dict(json.loads(sys.argv[2])), step=slow)
-"""
-
-
-@pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX")
-def test_a_killed_run_resumes_as_if_nothing_had_happened(config, model):
-    config = replace(config, steps=30)
-    whole = replace(config, out=config.out.with_name("whole"))
-    train(whole, model)
-    arguments = [
-        json.dumps(vars(c), default=lambda v: str(v) if isinstance(v, Path) else vars(v))
-        for c in (config, model)
-    ]
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW_RUN, *arguments], stderr=subprocess.DEVNULL
-    )
-    log, deadline = config.out / "log.jsonl", time.monotonic() + 240
-    while len(read_log(log)) < 8 and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.01)
-    assert len(read_log(log)) >= 8, "the run did not start"
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL, "the run ended before it was killed"
-    with log.open("a", encoding="utf-8") as file:
-        file.write('{"split": "train", "st')  # a line that the kill cut short
-    (config.out / "checkpoints" / "step-00000099.partial").mkdir()
-    assert 0 < checkpoints(config.out)[-1].step < 30
-    train(replace(config, resume=True), model)
-    assert_same_run(whole.out, config.out)
-    assert not list(config.out.rglob("*.partial"))
 
 
 def test_a_second_signal_leaves_at_once(config, model):
