@@ -50,7 +50,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     else:
         total += left @ right
 
-
+# %% ../../chapters/06a_loss.ipynb #15d7e83b
 class LinearCrossEntropy(torch.autograd.Function):
     """Sum of the cross-entropies of h·Wᵀ; the gradients are made in the forward pass."""
 

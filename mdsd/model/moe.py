@@ -228,7 +228,7 @@ class RouterStats(NamedTuple):
         """Routed copies of tokens (E,) int64."""
         return expert_load(self.routing, self.config.n_routed_experts)
 
-
+# %% ../../chapters/05_moe.ipynb #db2e6d65
 class MixtureOfExperts(nn.Module):
     """Shared experts for every token and the K routed ones that its gate chooses."""
 
