@@ -155,7 +155,7 @@ def grouped_wins(rows: Tensor, down: Tensor) -> bool:
     if kind == "cuda":
         capable = torch.cuda.get_device_capability(rows.device) >= (8, 0)
         return dtype == torch.bfloat16 and capable
-    return kind == "cpu" and dtype != torch.float64 and 0.25 < len(rows) / len(down) <= 256
+    return kind == "cpu" and dtype != torch.float64 and 0.25 < len(rows) / len(down) <= 512
 
 # %% ../../chapters/05_moe.ipynb #d720e49c
 class Experts(nn.Module):
