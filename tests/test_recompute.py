@@ -216,8 +216,9 @@ def test_what_is_forgotten_is_freed_after_the_forward_pass():
     assert alive == [3, 0]
 
 
-def test_the_backward_pass_may_run_twice_and_inside_autocast():
-    model, (x, y), grads = build(), sample(), []
+@pytest.mark.parametrize("convert", [nn.Module.train, convert_to_fp8])
+def test_the_backward_pass_may_run_twice_and_inside_autocast(convert):
+    model, (x, y), grads = convert(build()), sample(), []
     for context in (nullcontext(), recomputed(model)):
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
@@ -269,7 +270,7 @@ class Written(RMSNorm):
         out.add_(1)
         part = x * 3
         part[..., :4].mul_(0.5)
-        return before * out * part
+        return out * before * part
 
 
 def test_writing_into_a_forgotten_tensor_is_repeated_on_a_copy():
