@@ -241,8 +241,8 @@ def test_a_step_of_gradients_reaches_the_gate_in_both_branches(monkeypatch, bran
         (32, 16, torch.float32, 0, False),
         (32, 16, torch.float32, 2, False),  # a quarter of a row an expert: few experts have work
         (32, 16, torch.float32, 3, True),
-        (32, 16, torch.float32, 8 * 256, True),
-        (32, 16, torch.float32, 8 * 256 + 1, False),
+        (32, 16, torch.float32, 8 * 512, True),
+        (32, 16, torch.float32, 8 * 512 + 1, False),
     ],
 )
 def test_the_choice_between_the_branches(width, inner, dtype, rows, expected):
