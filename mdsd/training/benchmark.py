@@ -8,12 +8,12 @@ __all__ = ['LINE', 'REFERENCE', 'REACHES', 'DECODING', 'SECTIONS', 'ALONE', 'Row
            'bench_memory', 'bench_decode', 'bench_data', 'BenchConfig', 'machine', 'write_report', 'table', 'run_bench']
 
 # %% ../../chapters/12c_benchmark.ipynb #dcd06ec0
-import json  # noqa: I001
+import json
 import os
 import platform
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from textwrap import wrap
@@ -26,12 +26,32 @@ from tqdm import tqdm
 from ..config import ConfigError
 from .data import batch
 from mdsd.training.rivals import (
-    NEW_TOKENS, BenchError, equal_gpt, expert_forms, fastest_setting, gpt_flops, head_losses,
-    import_transformers, our_decoding, reference_decoding, reference_step, step_of,
+    NEW_TOKENS,
+    BenchError,
+    equal_gpt,
+    expert_forms,
+    fastest_setting,
+    gpt_flops,
+    head_losses,
+    import_transformers,
+    our_decoding,
+    reference_decoding,
+    reference_step,
+    step_of,
 )  # fmt: skip
 from mdsd.training.speed import (
-    CASES, Spread, Timed, Workload, our_step, peak_memory, product_time, spread, take_turns, timed,
-    times_faster, utilization,
+    CASES,
+    Spread,
+    Timed,
+    Workload,
+    our_step,
+    peak_memory,
+    product_time,
+    spread,
+    take_turns,
+    timed,
+    times_faster,
+    utilization,
 )  # fmt: skip
 
 # %% ../../chapters/12c_benchmark.ipynb #b1d37ae4
