@@ -6,7 +6,7 @@
 __all__ = ['aten', 'COPIES', 'SWIGLU', 'RECOMPUTED', 'leaves', 'replaced', 'Kept', 'Recipe', 'Forgotten', 'tensors_in', 'written',
            'on_copy', 'Cookbook', 'Tape', 'regions', 'recomputed', 'saved_bytes']
 
-# %% ../../chapters/11a_recompute.ipynb #d6e6822e
+# %% ../../chapters/11a_recompute.ipynb #42086efd
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,7 +22,7 @@ from ..model.mla import LatentProjections
 from ..model.moe import Experts, SwiGLU
 from ..model.norm import RMSNorm
 
-# %% ../../chapters/11a_recompute.ipynb #b05dc518
+# %% ../../chapters/11a_recompute.ipynb #726e20fb
 def leaves(tree: Any) -> list[Any]:
     """What nested tuples, lists and dicts hold, in order."""
     if isinstance(tree, dict):
@@ -42,7 +42,7 @@ def replaced(tree: Any, kind: Any, function: Callable[[Any], Any]) -> Any:
         return [replaced(part, kind, function) for part in tree]
     return tree
 
-# %% ../../chapters/11a_recompute.ipynb #4a732c0a
+# %% ../../chapters/11a_recompute.ipynb #460eca63
 class Kept:
     """A tensor that stays in memory until the backward pass."""
 
@@ -55,7 +55,7 @@ class Kept:
             raise RuntimeError("a tensor that recomputation starts from was changed in place")
         return self.tensor
 
-# %% ../../chapters/11a_recompute.ipynb #d3363ae9
+# %% ../../chapters/11a_recompute.ipynb #1eec2cca
 class Recipe:
     """An operation and its arguments, in which `Kept` and `Forgotten` stand for tensors."""
 
@@ -78,7 +78,7 @@ class Recipe:
             elif isinstance(part, Kept):
                 yield part.tensor
 
-# %% ../../chapters/11a_recompute.ipynb #06ba0fa3
+# %% ../../chapters/11a_recompute.ipynb #96afaf68
 class Forgotten:
     """A tensor that is not in memory: a view of result number `index` of a recipe."""
 
@@ -90,7 +90,7 @@ class Forgotten:
         """The tensor, computed again."""
         return self.recipe.make()[self.index].as_strided(*self.layout)
 
-# %% ../../chapters/11a_recompute.ipynb #ea5e61bc
+# %% ../../chapters/11a_recompute.ipynb #85a47551
 aten = torch.ops.aten
 COPIES = {
     aten._to_copy.default, aten.clone.default, aten.cat.default, aten.stack.default,
@@ -119,7 +119,7 @@ def on_copy(operation: Any, target: Tensor, *args: Any, **kwargs: Any) -> Tensor
     copy: Tensor = operation(target.clone(), *args, **kwargs)
     return copy
 
-# %% ../../chapters/11a_recompute.ipynb #5c6e229a
+# %% ../../chapters/11a_recompute.ipynb #358e5eeb
 class Cookbook:
     """The recipes of tensors that are in memory now, by their storage."""
 
@@ -154,7 +154,7 @@ class Cookbook:
                 again = Recipe(partial(on_copy, operation), ([before, *args[1:]], kwargs))
                 self.recipes[storage] = again, 0, targets[0].dtype
 
-# %% ../../chapters/11a_recompute.ipynb #e09cff91
+# %% ../../chapters/11a_recompute.ipynb #052bb8ea
 class Tape(TorchDispatchMode):
     """Write down how the tensors are made that autograd need not save."""
 
@@ -190,7 +190,7 @@ class Tape(TorchDispatchMode):
             self.book.add(operation, arguments, results)
         return results
 
-# %% ../../chapters/11a_recompute.ipynb #4aa7af0a
+# %% ../../chapters/11a_recompute.ipynb #155c2b82
 RECOMPUTED = ("norms", "swiglu", "up-projections")  # what V3 computes twice [V3] 3.2.3, 3.3.3
 
 
@@ -206,7 +206,7 @@ def regions(model: nn.Module, parts: tuple[str, ...]) -> Iterator[tuple[nn.Modul
             if hasattr(module, "q_b_proj"):
                 yield module.q_b_proj, None
 
-# %% ../../chapters/11a_recompute.ipynb #c198f041
+# %% ../../chapters/11a_recompute.ipynb #29ca2f07
 @contextmanager
 def recomputed(
     model: nn.Module,
@@ -241,10 +241,8 @@ def recomputed(
         stack.enter_context(tape)
         yield
 
-# %% ../../chapters/11a_recompute.ipynb #451c658e
-def saved_bytes(
-    model: nn.Module, x: Tensor, y: Tensor, parts: tuple[str, ...] = RECOMPUTED
-) -> int:
+# %% ../../chapters/11a_recompute.ipynb #2a9dd326
+def saved_bytes(model: nn.Module, x: Tensor, y: Tensor, parts: tuple[str, ...] = RECOMPUTED) -> int:
     """Bytes that a forward pass on x, y (B, T) leaves for the backward pass.
 
     Parameters do not count. `parts` of the activations are recomputed, as in `recomputed`.
