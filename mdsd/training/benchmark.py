@@ -25,6 +25,8 @@ from tqdm import tqdm
 
 from ..config import ConfigError
 from .data import batch
+
+# %% ../../chapters/12c_benchmark.ipynb #imports-of-instruments
 from mdsd.training.rivals import (
     NEW_TOKENS,
     BenchError,
@@ -38,7 +40,7 @@ from mdsd.training.rivals import (
     reference_decoding,
     reference_step,
     step_of,
-)  # fmt: skip
+)
 from mdsd.training.speed import (
     CASES,
     Spread,
@@ -52,7 +54,7 @@ from mdsd.training.speed import (
     timed,
     times_faster,
     utilization,
-)  # fmt: skip
+)
 
 # %% ../../chapters/12c_benchmark.ipynb #b1d37ae4
 LINE = "{:<32.32} {:<16.16} {:>7} {:>16}  {:<14} {}"  # a row of the table, 97 columns at most
