@@ -19,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, TextIO
 
+import torch
 import tyro
 
 from mdsd.config import PRESETS, ConfigError, MdsdError, ModelConfig, preset
@@ -340,6 +341,12 @@ def one_line_warnings() -> Iterator[None]:
         yield
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory is full; on a CPU torch says so by a plain RuntimeError."""
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or "can't allocate memory" in str(error)
+
+
 def run_command(arguments: list[str]) -> None:
     """Do what the command line asks for."""
     tyro.extras.subcommand_cli_from_dict(
@@ -382,6 +389,11 @@ def main(arguments: list[str] | None = None) -> int:
         return 128 + error.signal
     except (MdsdError, OSError) as error:  # what the library refuses, and a full or absent disk
         say(f"mdsd: {error}")
+        return 1
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        say("mdsd: memory is full: lower --batch-size (or split it: --micro-batches) or --seq-len")
         return 1
     except KeyboardInterrupt:
         say("mdsd: stopped")

@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from mdsd import cli
 from mdsd.cli import (
@@ -492,3 +493,30 @@ def test_ctrl_c_during_training_saves_and_resume_finishes(data, tmp_path, ask):
     assert ask(*training(data, out, step + 3, "--resume"))[0] == 0
     steps = [line["step"] for line in read_log(out / "log.jsonl") if line["split"] == "train"]
     assert steps == list(range(1, step + 4))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+)
+def test_full_memory_is_said_in_one_line(error, monkeypatch, capsys):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr(cli, "run_command", fail)
+    assert cli.main(["train"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mdsd: memory is full: lower --batch-size")
+
+
+def test_other_runtime_errors_stay_what_they_are(monkeypatch):
+    def fail(_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(cli, "run_command", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["train"])

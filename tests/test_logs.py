@@ -331,3 +331,13 @@ def test_finiteness_of_nested_values_and_buffers():
     assert broken_tensor(model) == ""
     model.gates()[0].e_score_correction_bias[2] = math.nan
     assert broken_tensor(model).endswith("gate.e_score_correction_bias")
+
+
+def test_damage_before_the_last_line_is_never_passed_over(tmp_path):
+    path = tmp_path / "log.jsonl"
+    for text in ("nonsense\n{cut", '{"step": 1}\nnonsense\nnonsense\n', 'x\n{"step": 2}\n'):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(LogError, match="damaged in line"):
+            read_log(path)
+    path.write_text('{"step": 1}\n{"st', encoding="utf-8")
+    assert read_log(path) == [{"step": 1}]

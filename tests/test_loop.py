@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,6 +20,7 @@ from mdsd.training.data import PrepareConfig, TokenData, batch, prepare
 from mdsd.training.logs import LogError, progress_text, read_log
 from mdsd.training.loop import Interrupted, TrainingError, train
 from mdsd.training.pictures import draw_losses
+from mdsd.training.resume import restore, save_checkpoint
 from mdsd.training.step import (
     StepReport,
     TrainConfig,
@@ -516,3 +518,43 @@ def test_a_run_that_has_gone_further_than_asked(config, model):
         train(replace(config, steps=2, resume=True), model)
     assert (config.out / "config.json").read_text(encoding="utf-8") == before
     assert train(replace(config, steps=3, resume=True), model).step == 3
+
+
+def test_nothing_is_saved_on_schedule_while_steps_are_skipped(config, model):
+    """Weights on their way to be lost must not push out the checkpoints that are good."""
+
+    def broken(state, config, x, y):
+        if state.step >= 3:
+            x, y = x.clone(), y.clone()
+            with torch.no_grad():
+                state.model.lm_head.weight.fill_(1e30)  # finite, and no use
+        return train_step(state, config, x, y)
+
+    with pytest.raises(TrainingError, match="step-00000003"):
+        train(replace(config, steps=20, save_every=1), model, step=broken)
+    assert [c.step for c in checkpoints(config.out)][-1] == 3
+
+
+def test_other_settings_are_another_try(config, model):
+    with pytest.raises(Interrupted):
+        train(config, model, step=stop_after(5))
+    seen = []
+
+    def step(state, config, x, y):
+        seen.append(state.skipped_in_a_row)
+        return train_step(state, config, x, y)
+
+    path = checkpoints(config.out)[-1]
+    state = initial_state(config, model)
+    restore(state, path)
+    state.skipped_in_a_row = 4
+    shutil.rmtree(path.path)
+    save_checkpoint(state, config.out, None)
+    train(replace(config, resume=True, change=True, learning_rate=1e-4), model, step=step)
+    assert seen[0] == 0
+
+
+def test_a_step_larger_than_the_data_is_refused(config, model):
+    with pytest.raises(TrainingError, match="lower batch_size"):
+        train(replace(config, batch_size=10**6), model)
+    assert not config.out.exists()

@@ -47,12 +47,12 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a `log.jsonl`, none if there is no file; what a kill cut short is left out.
 
     Raises:
-        LogError: a damaged line has whole ones after it.
+        LogError: a line is damaged that is not the last.
     """
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
-    lines = [parse_line(line) for line in text.splitlines()]
+    lines = [parse_line(line) for line in text.rstrip("\n").splitlines()]
     whole = [line for line in lines if line is not None]
-    if None in lines[: len(whole)]:
+    if None in lines[:-1]:
         number = lines.index(None) + 1
         raise LogError(f"{path} is damaged in line {number}: mend or remove that line to go on")
     return whole

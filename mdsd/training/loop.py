@@ -120,8 +120,8 @@ def check_lengths(config: TrainConfig, model: ModelConfig, data: TokenData) -> N
         )
     if config.seq_len <= depths:
         raise TrainingError(
-            f"seq_len is {config.seq_len}; {depths} MTP modules look {depths} tokens further "
-            "than the next: it must be greater"
+            f"seq_len is {config.seq_len}; with num_nextn_predict_layers={depths} it must be at "
+            f"least {depths + 1}"
         )
     if model.vocab_size < data.meta["vocab_size"]:
         raise TrainingError(
@@ -134,6 +134,12 @@ def check_lengths(config: TrainConfig, model: ModelConfig, data: TokenData) -> N
                 f"the {name} split holds {len(data.split(name))} tokens, one sequence needs "
                 f"{config.seq_len + 1}: lower seq_len or prepare more text"
             )
+    wanted, held = config.batch_size * config.seq_len, len(data.split("train"))
+    if wanted > held:
+        raise TrainingError(
+            f"batch_size × seq_len is {wanted:,} tokens a step, the train split holds {held:,}: "
+            "lower batch_size or seq_len"
+        )
 
 # %% ../../chapters/08d_training.ipynb #303431f6
 PATIENCE = 5  # skipped steps in a row; what is still broken then does not heal
@@ -208,10 +214,12 @@ def after_step(
         line = validate(state, config, data)
         log.write(line)
         loss = line["main"] if math.isfinite(line["main"]) else None
-    improved = loss is not None and loss < state.best_loss
-    if loss is not None:
-        state.best_loss = min(loss, state.best_loss)
-    if improved or last or stopping or state.step % config.save_every == 0:
+    healthy = state.skipped_in_a_row == 0  # else the weights may be on their way to be lost
+    improved = healthy and loss is not None and loss < state.best_loss
+    if improved and loss is not None:
+        state.best_loss = loss
+    due = improved or (healthy and state.step % config.save_every == 0)
+    if due or last or stopping:
         require_finite_weights(state, config)
         save_checkpoint(state, config.out, loss)
         prune(config.out, config.keep)
@@ -278,6 +286,8 @@ def train(
     open_run(config, model_config, data)
     if found := checkpoints(config.out):
         restore(trained, found[-1])
+    if config.change:  # other settings, another try
+        trained.skipped_in_a_row = 0
     with RunLog(config.out, trained.step, config.tensorboard) as log:
         stopped = run_steps(trained, config, data, step, log)
     plot_log(config.out)

@@ -126,11 +126,15 @@ def check_settings(config: TrainConfig) -> None:
         raise ConfigError(f"seed is {config.seed}; it must be less than 2**63")
     for name in "learning_rate grad_clip".split():
         if not 0 < getattr(config, name) < math.inf:
-            raise ConfigError(f"{name} is {getattr(config, name)}; it must be greater than 0")
+            raise ConfigError(
+                f"{name} is {getattr(config, name)}; it must be a finite number above 0"
+            )
     weights = "weight_decay mtp_weight mtp_late_weight balance_weight"
     for name in f"warmup_steps {weights} bias_speed seed".split():
         if not 0 <= getattr(config, name) < math.inf:
-            raise ConfigError(f"{name} is {getattr(config, name)}; it must be 0 or greater")
+            raise ConfigError(
+                f"{name} is {getattr(config, name)}; it must be a finite number, 0 or greater"
+            )
     if not 0 <= config.mtp_late_from <= 1:
         raise ConfigError(f"mtp_late_from is {config.mtp_late_from}; it is a share from 0 to 1")
 
