@@ -266,8 +266,7 @@ def train(
     """Train a model and leave a run folder: settings, log, loss curve and checkpoints.
 
     The model is the preset that `config` names, over the data's vocabulary, unless `model_config`
-    gives another. `state` builds what is trained, and `step` computes one optimizer step on token
-    ids and targets (B, T): later chapters give others.
+    gives another. Later chapters give another `state` that is trained and another `step`.
 
     Raises:
         TrainingError: model, data and device do not fit, or steps in a row were not finite.
@@ -286,8 +285,7 @@ def train(
     open_run(config, model_config, data)
     if found := checkpoints(config.out):
         restore(trained, found[-1])
-    if config.change:  # other settings, another try
-        trained.skipped_in_a_row = 0
+        trained.skipped_in_a_row *= not config.change  # other settings, another try
     with RunLog(config.out, trained.step, config.tensorboard) as log:
         stopped = run_steps(trained, config, data, step, log)
     plot_log(config.out)
